@@ -1,0 +1,1 @@
+"""Commands for people's eyes. Only the console script imports this room; it needs the extras `cli` or `demo`."""

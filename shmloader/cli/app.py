@@ -1,0 +1,19 @@
+"""The console script. It starts without Typer and Rich, so that it can say how to get them."""
+
+import sys
+
+EXTRA_OF = {"typer": "demo", "rich": "demo", "PIL": "demo", "skimage": "demo"}
+
+
+def main() -> None:
+    """Runs the command line; exits with 1 and one line when an extra is not installed."""
+    try:
+        from shmloader.cli.commands import application
+
+        application()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
+            raise
+        print(f"shmloader: {package} is missing: pip install 'shmloader[{EXTRA_OF[package]}]'", file=sys.stderr)
+        sys.exit(1)

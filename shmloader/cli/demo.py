@@ -1,0 +1,221 @@
+"""The main job: a restorer trained on real photographs that worker processes degrade, then both loaders compared."""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from shmloader import DataLoader, PairedDataset
+from shmloader.cli import footprint
+from shmloader.cli.comparison import KINDS, Holding, Race, hold, race
+from shmloader.cli.figures import Figures, Restored, Training
+from shmloader.cli.photographs import HELD_OUT, TRAINING, Clean, Degraded, Patches, Rows, Views, WholePhotographs
+from shmloader.cli.readout import show
+from shmloader.cli.restorer import Restorer, Trainer, psnr_db, restore
+
+REFRESH_S = 0.1  # between two drawings of the progress bar
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything a run does."""
+
+    epochs: int
+    patches: int  # training pairs, read once an epoch
+    degradations: int  # of each held-out photograph
+    rounds: int  # of each race
+    job_pairs: int  # the job's pairs in one round
+    decoded_batches: int  # in one round
+    decoded_batch_size: int = 256
+    decoded_pairs: int = 1024  # that lie in memory
+    kept_batches: int = 100
+    kept_batch_size: int = 32
+
+
+FULL = Scale(epochs=4, patches=2048, degradations=3, rounds=5, job_pairs=1024, decoded_batches=150)
+QUICK = Scale(epochs=1, patches=1024, degradations=1, rounds=3, job_pairs=256, decoded_batches=50)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose."""
+
+    scale: Scale = FULL
+    epochs: int | None = None  # None: the scale's
+    seconds: float | None = None  # None: no limit
+    workers: int | Literal["auto"] = "auto"
+    batch_size: int = 8
+    seed: int = 0
+
+
+def run(settings: Settings, console: Console) -> Figures:
+    """Trains, evaluates, compares and prints; all the figures come back."""
+    _leave_cores_to_the_workers()
+    torch.manual_seed(settings.seed)
+    model = Restorer()
+    console.print(f"training on {', '.join(TRAINING)}\nholding out {', '.join(HELD_OUT)}")
+    with _training_loader(settings) as loader:
+        workers = max(1, int(loader.num_workers))
+        training = train(model, loader, settings, console)
+    held_out = evaluate(model, settings, workers)
+    console.print("comparing the loaders ...")
+    figures = _compare(settings, workers, training, held_out)
+    show(figures, console)
+    return figures
+
+
+def pairs_of(views: Views, seed: int) -> PairedDataset:
+    """(degraded, clean) pairs, each (3, height, width) uint8."""
+    return PairedDataset(Degraded(views, seed), Clean(views))
+
+
+def train(
+    model: Restorer, loader: DataLoader[tuple[Tensor, Tensor]], settings: Settings, console: Console
+) -> Training:
+    """Trains until the epochs or the seconds are spent, whichever comes first."""
+    epochs = settings.epochs or settings.scale.epochs
+    clock = _Clock(epochs * len(loader), settings.seconds)
+    trainer = Trainer(model)
+    waited_s = 0.0
+    with _Bar(console) as bar:
+        while (progress := clock.progress(trainer.steps)) < 1:
+            for degraded, clean in loader:
+                bar.show(progress, trainer.step(degraded, clean, progress))
+                if (progress := clock.progress(trainer.steps)) >= 1:
+                    break
+            waited_s += loader.stats().wait_s
+    stats = loader.stats()
+    return Training(trainer.steps, clock.elapsed_s(), waited_s, stats.pool_bytes, stats.private_copies)
+
+
+def evaluate(model: Restorer, settings: Settings, workers: int) -> tuple[Restored, ...]:
+    """PSNR on whole photographs that the training has never seen, each at `degradations` random strengths."""
+    views = WholePhotographs(HELD_OUT, settings.scale.degradations)
+    figures: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    with DataLoader(pairs_of(views, settings.seed), num_workers=workers) as loader:
+        for name, (degraded, clean) in zip(views.names, loader):
+            figures[name].append((psnr_db(degraded, clean), psnr_db(restore(model, degraded), clean)))
+    return tuple(Restored(name, *map(fmean, zip(*pairs))) for name, pairs in figures.items())
+
+
+def _training_loader(settings: Settings) -> DataLoader[tuple[Tensor, Tensor]]:
+    return DataLoader(
+        pairs_of(Patches(TRAINING, settings.scale.patches, settings.seed), settings.seed),
+        batch_size=settings.batch_size,
+        shuffle=True,
+        num_workers=settings.workers,
+        drop_last=True,
+        generator=torch.Generator().manual_seed(settings.seed),
+        persistent_workers=True,
+    )
+
+
+def _leave_cores_to_the_workers() -> None:
+    """Half of the compute threads stay.
+
+    With all of them, each step waits in a barrier for the one thread whose core a worker has: ten times as long.
+    """
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+
+
+def _compare(settings: Settings, workers: int, training: Training, held_out: tuple[Restored, ...]) -> Figures:
+    scale = settings.scale
+    job = pairs_of(Patches(TRAINING, scale.job_pairs, settings.seed), settings.seed)
+    images = _decoded(settings, workers)
+    return Figures(
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        workers=workers,
+        compute_threads=torch.get_num_threads(),
+        training=training,
+        held_out=held_out,
+        batch_work_s=_batch_work_s(job, settings.batch_size),
+        job=race(job, settings.batch_size, workers, scale.rounds),
+        decoded=_race_decoded(images, scale, workers),
+        held=_hold_decoded(images, scale, workers) if footprint.readable() else None,
+    )
+
+
+def _decoded(settings: Settings, workers: int) -> tuple[Tensor, Tensor]:
+    """The job's first pairs as they come from the workers: two (n, 3, PATCH, PATCH) uint8 tensors."""
+    count = settings.scale.decoded_pairs
+    pairs = pairs_of(Patches(TRAINING, count, settings.seed), settings.seed)
+    with DataLoader(pairs, batch_size=count // workers, num_workers=workers) as loader:
+        degraded, clean = zip(*loader)
+        return torch.cat(degraded), torch.cat(clean)
+
+
+def _rows(images: tuple[Tensor, Tensor], count: int) -> PairedDataset:
+    degraded, clean = images
+    return PairedDataset(Rows(degraded, count), Rows(clean, count))
+
+
+def _race_decoded(images: tuple[Tensor, Tensor], scale: Scale, workers: int) -> Race:
+    pairs = _rows(images, scale.decoded_batches * scale.decoded_batch_size)
+    return race(pairs, scale.decoded_batch_size, workers, scale.rounds)
+
+
+def _hold_decoded(images: tuple[Tensor, Tensor], scale: Scale, workers: int) -> dict[str, Holding]:
+    pairs = _rows(images, scale.kept_batches * scale.kept_batch_size)
+    return {kind: hold(kind, pairs, scale.kept_batch_size, workers) for kind in KINDS}
+
+
+def _batch_work_s(pairs: PairedDataset, batch_size: int, tries: int = 7) -> float:
+    """Seconds that one batch costs whoever makes it, without a loader: median of some batches."""
+    seconds = []
+    for first in range(0, tries * batch_size, batch_size):
+        start = time.perf_counter()
+        default_collate([pairs[index % len(pairs)] for index in range(first, first + batch_size)])
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+class _Clock:
+    """How far the training has come, by steps and by time."""
+
+    def __init__(self, steps: int, seconds: float | None) -> None:
+        self._steps = steps
+        self._seconds = seconds
+        self._start = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start
+
+    def progress(self, steps: int) -> float:
+        """0 at the start, 1 when the steps or the seconds are spent."""
+        by_time = self.elapsed_s() / self._seconds if self._seconds else 0.0
+        return max(steps / self._steps, by_time)
+
+
+class _Bar:
+    """Progress and loss, drawn by the training thread.
+
+    Rich's own refreshing thread may hold the output's lock at the moment when a worker is forked.
+    """
+
+    def __init__(self, console: Console) -> None:
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("error {task.fields[loss]:.4f}"), TimeElapsedColumn())
+        self._bar = Progress(TextColumn("training"), *columns, console=console, auto_refresh=False)
+        self._task = self._bar.add_task("training", total=1.0, loss=float("nan"))
+        self._drawn_at = 0.0
+
+    def __enter__(self) -> "_Bar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, progress: float, loss: float) -> None:
+        """`loss`: mean absolute error, of 1. Draws at most every `REFRESH_S`."""
+        self._bar.update(self._task, completed=progress, loss=loss)
+        if time.perf_counter() - self._drawn_at > REFRESH_S:
+            self._drawn_at = time.perf_counter()
+            self._bar.refresh()

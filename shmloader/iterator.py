@@ -1,0 +1,363 @@
+"""Iterators: the order of things. One epoch's life, or with persistent workers several.
+
+The pump runs inside ``__next__``: there is no thread and no lock. While the training step runs, the workers live off
+the assignments that they hold, ``prefetch_factor`` each. What is pulled from the sampler, when, and to which worker it
+goes is torch's to the letter; the names that frameworks look for are torch's, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.data import _DatasetKind
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+from shmloader.errors import IteratorBrokenError, WorkerDiedError
+from shmloader.memory.pool import Lender
+from shmloader.pump import Pump, Task
+from shmloader.stats import Counts, Record
+from shmloader.workers import seeding
+from shmloader.workers.crew import Crew, Worker
+from shmloader.workers.payload import Job
+from shmloader.workers.protocol import Tag
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The loader's options, resolved, as an iterator needs them."""
+
+    lender: Lender
+    limit_bytes: int | None
+    available: Callable[[], int]
+    seed_batches: bool
+    copy: bool
+    record: Record
+
+
+class ShmIter(_MultiProcessingDataLoaderIter):
+    """The multi-process iterator: a subclass of torch's by name, of which only the base class's code is used.
+
+    Args:
+        loader: anything with a loader's attributes.
+        terms: the options, resolved.
+
+    Raises:
+        Exception: what starting a worker, or the first pull from the sampler, raises.
+    """
+
+    def __init__(self, loader: Any, terms: Terms) -> None:
+        self._pid = os.getpid()
+        self._shutdown = True  # until there is something to shut down
+        self._workers: list[Any] = []
+        _BaseDataLoaderIter.__init__(self, loader)
+        self._prefetch_factor = loader.prefetch_factor
+        self._in_order = loader.in_order
+        if self._num_workers <= 0:
+            raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
+        if self._prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        self._terms = terms
+        # Batches of a map-style data set that are seeded one by one may be made by anybody.
+        self._dynamic = terms.seed_batches and self._dataset_kind != _DatasetKind.Iterable
+        self._unsettled = False
+        self._fatal: str | None = None
+        self._start(loader)
+        try:
+            self._reset(loader, first_iter=True)
+        except BaseException:
+            self._shutdown_workers()
+            raise
+
+    def _start(self, loader: Any) -> None:
+        terms = self._terms
+        self._pool = terms.lender.lend()
+        try:
+            self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, self._job(loader), self._pool.segment)
+        except BaseException:
+            terms.lender.take_back(self._pool)
+            raise
+        self._pump = Pump(self._crew, self._pool, terms.limit_bytes, terms.available, terms.copy)
+        self._workers = [worker.process for worker in self._crew.workers]
+        self._shutdown = False
+        _live.add(self)
+
+    def _job(self, loader: Any) -> Job:
+        return Job(
+            dataset_kind=self._dataset_kind,
+            dataset=self._dataset,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            worker_init_fn=loader.worker_init_fn,
+            base_seed=self._base_seed,
+            num_workers=self._num_workers,
+            seed_batches=self._terms.seed_batches,
+        )
+
+    # -- an epoch ----------------------------------------------------------------------------------------------
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            self._check_usable()
+            self._pump.end_epoch()
+            for worker in self._crew.workers:
+                worker.send(Tag.RESUME, epoch=self._pump.epoch)
+        # A second iter() on the sampler before the first epoch, as torch does: samplers that draw in __iter__ feel it.
+        super(_MultiProcessingDataLoaderIter, self)._reset(loader, first_iter)
+        self._send_idx = 0  # the next batch to be assigned
+        self._rcvd_idx = 0  # the next batch to be delivered, in order
+        self._arrived: deque[int] = deque()  # answered batches as they came, for in_order=False
+        self._workers_status = [True] * self._num_workers  # whether a worker still has data in this epoch
+        self._workers_num_tasks = [0] * self._num_workers
+        self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
+        self._note_record()
+        self._unsettled = False
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._try_put_index()
+
+    def _note_record(self) -> None:
+        record, ledger = self._terms.record, weakref.ref(self._pool.ledger)
+        record.counts, record.workers = self._pump.counts, self._num_workers
+        record.slots = lambda: found.summary() if (found := ledger()) is not None else {}
+
+    def __next__(self) -> Any:
+        if self._IterableDataset_len_called is not None or torch.autograd._profiler_enabled():
+            return super().__next__()
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
+    def _next_data(self) -> Any:
+        if self._unsettled or self._fatal or self._shutdown:
+            self._check_usable(delivering=True)
+        outermost, _pumping.busy = not getattr(_pumping, "busy", False), True
+        self._unsettled = True
+        try:
+            while True:
+                self._pool.reclaim()
+                self._pump.serve_needs(self._lowest())
+                task = self._due()
+                if task is not None:
+                    return self._hand_over(task)
+                self._hear()
+        finally:
+            if outermost:
+                _pumping.busy = False
+                _serve_orphans()
+
+    def _due(self) -> Task | None:
+        """The task to deliver now, if it is answered; ends the epoch when there is none left."""
+        tasks = self._pump.tasks
+        if not tasks:
+            self._settle()
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise StopIteration
+        if not self._in_order:
+            return tasks[self._arrived.popleft()] if self._arrived else None
+        while self._rcvd_idx not in tasks:
+            self._rcvd_idx += 1
+        task = tasks[self._rcvd_idx]
+        return task if task.answered else None
+
+    def _lowest(self) -> int:
+        """The batch that everybody waits for: it is always granted space, or the order could not be kept."""
+        tasks = self._pump.tasks
+        if not self._in_order:
+            return next((batch for batch, task in tasks.items() if not task.answered), -1)
+        return next(iter(tasks), -1)
+
+    def _hand_over(self, task: Task) -> Any:
+        self._workers_num_tasks[task.worker.id] -= 1
+        try:
+            data = self._pump.deliver(task)
+            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+        finally:
+            # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile.
+            self._pump.serve_needs(self._lowest())
+            self._settle()
+            self._try_put_index()
+
+    # -- out ---------------------------------------------------------------------------------------------------
+
+    def _try_put_index(self) -> None:
+        """Pull one batch of indices and assign it; the sampler is never asked for more than that."""
+        try:
+            indices = self._next_index()
+        except StopIteration:
+            return
+        worker_id = self._least_busy() if self._dynamic else self._next_in_turn()
+        if worker_id is None:
+            return
+        self._unsettled = True
+        self._pump.assign(self._send_idx, self._crew.workers[worker_id], indices)
+        self._workers_num_tasks[worker_id] += 1
+        self._send_idx += 1
+        self._unsettled = False
+
+    def _next_in_turn(self) -> int | None:
+        """torch's rule: round robin over the workers that still have data; out of order only those with capacity."""
+        for _ in range(self._num_workers):
+            worker_id = next(self._worker_queue_idx_cycle)
+            if self._workers_status[worker_id] and (self._in_order or self._has_capacity(worker_id)):
+                return worker_id
+        return None
+
+    def _has_capacity(self, worker_id: int) -> bool:
+        most = self._prefetch_factor * self._num_workers
+        return self._workers_num_tasks[worker_id] < most // sum(self._workers_status)
+
+    def _least_busy(self) -> int:
+        owing = [0] * self._num_workers
+        for task in self._pump.tasks.values():
+            owing[task.worker.id] += not task.answered
+        return owing.index(min(owing))
+
+    # -- in ----------------------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Wait for the workers and note what they say."""
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        started = time.perf_counter()
+        try:
+            while not self._hear_once(deadline):
+                if deadline is not None and time.monotonic() >= deadline:
+                    self._settle()
+                    raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+        finally:
+            self._pump.counts.wait_s += time.perf_counter() - started
+
+    def _hear_once(self, deadline: float | None) -> bool:
+        # Nothing is under way while it waits, so this is where a Ctrl-C does no harm.
+        self._unsettled = False
+        ready = self._crew.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._unsettled = True
+        heard = self._crew.read(ready)
+        for worker, message in heard:
+            if message is None:
+                self._die(worker)
+            if message.tag == Tag.EXHAUSTED:
+                self._exhaust(worker, message.epoch)
+                continue
+            task = self._pump.note(message)
+            if task is not None and not self._in_order:
+                self._arrived.append(task.batch)
+        return bool(heard)
+
+    def _exhaust(self, worker: Worker, epoch: int) -> None:
+        self._pump.void(worker, epoch)
+        if epoch == self._pump.epoch:
+            self._workers_status[worker.id] = False
+            if not self._persistent_workers:
+                self._crew.dismiss(worker)
+            self._try_put_index()
+            self._unsettled = True
+
+    def _die(self, worker: Worker) -> NoReturn:
+        held = [task for task in self._pump.tasks.values() if task.worker is worker and not task.answered]
+        text = worker.epitaph() + (f" It was given {held[0].name()}." if held else "")
+        self._fatal = text
+        self._settle()
+        self._shutdown_workers()
+        raise WorkerDiedError(text)
+
+    # -- usable or not -----------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Between two steps: an exception may leave from here without anything being lost."""
+        self._unsettled = False
+
+    def _check_usable(self, delivering: bool = False) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError("this iterator belongs to the process that made it, not to a forked child")
+        if self._fatal:
+            raise WorkerDiedError(self._fatal)
+        if self._unsettled:
+            raise IteratorBrokenError(
+                "an exception cut an earlier next() of this iterator short, and batches may be missing; "
+                "call iter() on the loader again"
+            )
+        if self._shutdown and not (delivering and not self._pump.tasks):
+            raise RuntimeError("this iterator was shut down; call iter() on the loader again")
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def _shutdown_workers(self) -> None:
+        """End the workers and give the pool back. Idempotent; does nothing in a forked child."""
+        if self._shutdown or self._pid != os.getpid():
+            return
+        self._shutdown = True
+        self._crew.stop()
+        self._pool.abandon()
+        self._terms.lender.take_back(self._pool)
+
+    def __del__(self) -> None:
+        if getattr(self, "_shutdown", True):
+            return
+        if getattr(_pumping, "busy", False):
+            _orphans.append(self)
+        else:
+            self._shutdown_workers()
+
+
+#: Iterators with workers, for the exit hook.
+_live: weakref.WeakSet[ShmIter] = weakref.WeakSet()
+#: Iterators whose finalizer ran in the middle of a pump of the same thread; shut down when that is through.
+_orphans: deque[ShmIter] = deque()
+_pumping = threading.local()
+
+
+def _serve_orphans() -> None:
+    while _orphans:
+        _orphans.popleft()._shutdown_workers()
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    """Before multiprocessing's own hook, and while modules are still whole: nothing may be left to finalizers."""
+    _serve_orphans()
+    for iterator in tuple(_live):
+        iterator._shutdown_workers()
+
+
+class InProcessIter(_SingleProcessDataLoaderIter):
+    """``num_workers=0``: torch's iterator, which counts, and under ``seeding="batch"`` seeds every fetch."""
+
+    def __init__(self, loader: Any, terms: Terms) -> None:
+        super().__init__(loader)
+        self._seed_batches = terms.seed_batches
+        self._counts = terms.record.counts = Counts()
+        terms.record.workers, terms.record.slots = 0, dict
+
+    def _next_data(self) -> Any:
+        started = time.perf_counter()
+        try:
+            data = self._fetch() if self._seed_batches else super()._next_data()
+        finally:
+            self._counts.wait_s += time.perf_counter() - started
+        self._counts.batches += 1
+        return data
+
+    def _fetch(self) -> Any:
+        # The sampler draws from the training process's generators as ever; only the fetch is set apart, or dropout
+        # masks would repeat with every batch.
+        indices = self._next_index()
+        with seeding.isolated():
+            seeding.seed_batch(self._base_seed, 0, self._num_yielded)
+            data = self._dataset_fetcher.fetch(indices)
+        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data

@@ -1,0 +1,273 @@
+"""DataLoader: torch's signature plus our options. Owns the pools' reuse across epochs, the read-outs, and close()."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from shmloader.errors import PlatformWarning, SeedingWarning
+from shmloader.iterator import InProcessIter, ShmIter, Terms
+from shmloader.memory import segment
+from shmloader.memory.budget import check_slots, default_budget, parse_memory_limit
+from shmloader.memory.pool import Lender
+from shmloader.stats import LoaderStats, Record
+from shmloader.tuning import machine
+from shmloader.tuning.auto import AutoWorkers, check_max_workers, choose_workers
+from shmloader.workers.seeding import own_generators
+
+T_co = TypeVar("T_co", covariant=True)
+
+SEEDINGS = ("worker", "batch")
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """Drop-in replacement for :class:`torch.utils.data.DataLoader` on a pool of shared-memory slots.
+
+    Every argument of torch's loader means what it means there; these come on top:
+
+    Args:
+        num_workers: also ``"auto"``: chosen from the CPU affinity, the container's CPU quota and the physical cores,
+            shared among the local ranks.
+        memory_limit: most bytes that this loader's slots may take in this process: an int, ``"512MiB"``, ``"2GB"``, or
+            ``"25%"`` of what is available. Default: half of what the machine and its container have available,
+            shared among the local ranks. A batch larger than a limit that was given is an error at its turn.
+        slots: exact number of slots in circulation, one per batch. Default: as many as are needed for the lookahead
+            and for what the consumer holds, within the limit.
+        seeding: ``"worker"`` seeds each worker once, as torch does (the default for a given ``num_workers``);
+            ``"batch"`` seeds torch, ``random`` and numpy before every batch from (base seed, epoch, batch index), so
+            that data depend neither on the number of workers nor on which one makes a batch (the default for
+            ``"auto"``), and gives batches to whichever worker is free.
+        max_workers: bound for ``num_workers="auto"``; for an iterable data set it also allows more than one.
+        copy: deliver private copies only, never views of the pool.
+        kwargs: newer torch's own keywords, passed on.
+
+    Batches are views of pool memory that is theirs for as long as anything refers to it; hold as many as you like.
+
+    Raises:
+        TypeError, ValueError: as torch's loader, and for options that are out of range.
+    """
+
+    # Subclasses in the wild copy __dict__ or set attributes themselves, and never call __init__.
+    memory_limit: int | str | None = None
+    slots: int | None = None
+    seeding: str | None = None
+    max_workers: int | None = None
+    copy: bool = False
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int | str = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        memory_limit: int | str | None = None,
+        slots: int | None = None,
+        seeding: str | None = None,
+        max_workers: int | None = None,
+        copy: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _check_options(memory_limit, slots, seeding, max_workers, copy)
+        if num_workers == "auto" or isinstance(num_workers, AutoWorkers):
+            num_workers = _count_workers(dataset, batch_size, sampler, batch_sampler, max_workers)
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,  # type: ignore[arg-type]
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            **kwargs,
+        )
+        # Raw, under the keywords' own names: frameworks re-create loaders from these attributes.
+        self.memory_limit = memory_limit
+        self.slots = slots
+        self.seeding = seeding
+        self.max_workers = max_workers
+        self.copy = copy
+
+    # -- iterating ---------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        if isinstance(self._iterator, ShmIter) and self._iterator._shutdown:
+            self._iterator = None  # closed, or broken by a dead worker: start afresh
+        return super().__iter__()
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        # Pipes change their own graph while they are iterated; torch's iterator knows how.
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            return super()._get_iterator()
+        if self.num_workers and not segment.supported():
+            warnings.warn("no anonymous shared files here; torch's own loader does the work", PlatformWarning, 2)
+            return super()._get_iterator()
+        terms = _home(self).terms(self)
+        if terms.seed_batches:
+            _warn_of_generators(self.dataset)
+        if self.num_workers == 0:
+            return InProcessIter(self, terms)
+        self.check_worker_number_rationality()
+        iterator = ShmIter(self, terms)
+        _home(self).iterators.add(iterator)
+        return iterator
+
+    # -- reading and closing -----------------------------------------------------------------------------------
+
+    def stats(self) -> LoaderStats:
+        """A frozen read-out of the current epoch, or of the last one. Callable from any thread."""
+        return _home(self).record.snapshot()
+
+    def close(self) -> None:
+        """End all workers and give the pool back, but for what held batches lie in: they stay valid.
+
+        Live iterators of this loader end; iterating again starts afresh. Safe to call twice.
+        """
+        home = _homes.pop(id(self), None)
+        if home is not None:
+            home.close()
+        self._iterator = None
+
+    def __enter__(self) -> DataLoader[T_co]:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _check_options(memory_limit: Any, slots: Any, seeding: Any, max_workers: Any, copy: Any) -> None:
+    parse_memory_limit(memory_limit, machine.available_memory)
+    check_slots(slots)
+    check_max_workers(max_workers)
+    if seeding is not None and seeding not in SEEDINGS:
+        raise ValueError(f"seeding must be 'worker', 'batch' or None, got {seeding!r}")
+    if not isinstance(copy, bool):
+        raise TypeError(f"copy must be a bool, got {copy!r}")
+
+
+def _count_workers(dataset: Any, batch_size: Any, sampler: Any, batch_sampler: Any, max_workers: Any) -> AutoWorkers:
+    batches = None
+    if sampler is None and batch_sampler is None and hasattr(dataset, "__len__") and isinstance(batch_size, int):
+        batches = math.ceil(len(dataset) / batch_size) if batch_size > 0 else None
+    count, _ = choose_workers(
+        cores=machine.usable_cores(),
+        batches=batches,
+        max_workers=max_workers,
+        iterable=isinstance(dataset, IterableDataset),
+    )
+    return AutoWorkers(count)
+
+
+def _warn_of_generators(dataset: Any) -> None:
+    names = own_generators(dataset)
+    if names:
+        warnings.warn(
+            f"the data set holds random generators of its own ({', '.join(names)}), which seeding='batch' cannot seed: "
+            "their draws depend on the workers; draw from torch, random or numpy.random instead",
+            SeedingWarning,
+            stacklevel=3,
+        )
+
+
+# -- what belongs to a loader but must not travel with it -------------------------------------------------------
+
+
+class _Home:
+    """A loader's pools, record and live iterators.
+
+    Not in the loader's ``__dict__``: loaders are pickled, deep-copied and re-created from it.
+    """
+
+    def __init__(self) -> None:
+        self.record = Record()
+        self.iterators: weakref.WeakSet[ShmIter] = weakref.WeakSet()
+        self._lender: Lender | None = None
+        self._options: tuple[Any, ...] = ()
+
+    def terms(self, loader: DataLoader[Any]) -> Terms:
+        """The loader's options as they stand now."""
+        limit = parse_memory_limit(loader.memory_limit, machine.available_memory)
+        seeding = loader.seeding or ("batch" if isinstance(loader.num_workers, AutoWorkers) else "worker")
+        return Terms(
+            lender=self._lender_for(loader.memory_limit, limit, loader.slots),
+            limit_bytes=limit,
+            available=machine.available_memory,
+            seed_batches=seeding == "batch",
+            copy=loader.copy,
+            record=self.record,
+        )
+
+    def _lender_for(self, raw_limit: Any, limit: int | None, slots: int | None) -> Lender:
+        if self._lender is None or self._options != (raw_limit, slots):
+            if self._lender is not None:
+                self._lender.close()
+            self._options = raw_limit, slots
+            budget = _default_budget if limit is None else lambda: limit // segment.PAGE_BYTES * segment.PAGE_BYTES
+            self._lender = Lender(budget, machine.available_memory, slots)
+        return self._lender
+
+    def close(self) -> None:
+        """End the iterators and give the pools back."""
+        for iterator in tuple(self.iterators):
+            iterator._shutdown_workers()
+        self.retire()
+
+    def retire(self) -> None:
+        """The loader is gone: iterators that live on keep what they have, what is idle goes."""
+        if self._lender is not None:
+            self._lender.close()
+
+
+def _default_budget() -> int:
+    return default_budget(machine.available_memory(), machine.local_ranks())
+
+
+#: By identity, not by equality: a subclass may define ``__eq__``.
+_homes: dict[int, _Home] = {}
+_watches: dict[int, weakref.ref[Any]] = {}
+
+
+def _home(loader: DataLoader[Any]) -> _Home:
+    key = id(loader)
+    home = _homes.get(key)
+    if home is None:
+        home = _homes[key] = _Home()
+        _watches[key] = weakref.ref(loader, lambda _: _forget(key))
+    return home
+
+
+def _forget(key: int) -> None:
+    _watches.pop(key, None)
+    home = _homes.pop(key, None)
+    if home is not None:
+        home.retire()

@@ -1,0 +1,100 @@
+"""torch's collate, allocating inside the slot.
+
+In a worker, ``default_collate`` (and PyG's, tensordict's, and most custom collates built on it) get the memory of their
+output from ``UntypedStorage._new_shared``. While the *final* collate function runs, that allocation comes out of the
+granted range, so torch's own code stacks the samples right where the training loop will read them. At any other time,
+and when the range is full, it is ordinary private memory: never a file in ``/dev/shm``, which may be tiny, and never the
+range for the data set itself, which may cache what it collates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shmloader.memory.codec import aligned
+from shmloader.memory.lease import lease
+from shmloader.memory.segment import Segment
+
+
+class Arena:
+    """The range that the current batch was granted, handed out front to back.
+
+    What is handed out sits on a lease of its own per batch, so that a collate function that keeps a part of what it
+    returned is noticed: see :meth:`close`.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._lease: Any = None
+        self._collating = False
+        #: Ranges (their offsets) that nothing refers to any more, in no order.
+        self.returned: deque[int] = deque()
+        #: False once something was kept: from then on batches are collated outside and copied in.
+        self.direct = True
+        self.offset = self.capacity = self.used = 0
+
+    @property
+    def address(self) -> int:
+        """Address of the range in this process."""
+        return self._segment.address + self.offset
+
+    def open(self, offset: int, capacity: int) -> None:
+        """Begin a batch in this range; a capacity of 0 means that there is none yet."""
+        self.offset, self.capacity, self.used = offset, capacity, 0
+
+    def close(self) -> bool:
+        """End the batch, which the caller has dropped; True if something still refers to its range."""
+        if self._lease is None:
+            return False
+        self._lease = None
+        try:
+            # The finalizer has run by now if this was the last reference.
+            self.returned.remove(self.offset)
+        except ValueError:
+            self.direct = False
+            return True
+        return False
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for one output of the collate function: in the range if it is the moment and fits."""
+        if not (self._collating and self.direct and 0 < nbytes <= self.capacity - self.used):
+            return torch.UntypedStorage(nbytes)
+        if self._lease is None:
+            self._lease = lease(self._segment.map, self.offset, self.capacity, self.offset, self.returned)
+        start, self.used = self.used, aligned(self.used + nbytes)
+        self.used = min(self.used, self.capacity)
+        return torch.frombuffer(self._lease, dtype=torch.uint8, count=nbytes, offset=start).untyped_storage()
+
+    def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``collate_fn``, with its allocations in the range."""
+
+        def collate(samples: Any) -> Any:
+            self._collating = True
+            try:
+                return collate_fn(samples)
+            finally:
+                self._collating = False
+
+        return collate
+
+
+@contextmanager
+def allocating_in(arena: Arena) -> Iterator[None]:
+    """Let ``arena`` provide what torch would allocate in shared memory for the CPU."""
+    original = torch.UntypedStorage._new_shared
+
+    def new_shared(size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
+        if torch.device(device).type != "cpu":
+            return original(size, device=device)
+        return arena.allocate(size)
+
+    torch.UntypedStorage._new_shared = staticmethod(new_shared)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage._new_shared = original  # type: ignore[method-assign]

@@ -1,0 +1,204 @@
+"""A pool: one segment, its ledger, and the leases that come back; and the register of all pools of this process.
+
+A pool belongs to one loader and is lent to one live iterator at a time; it outlives iterators, so that the next epoch
+finds its slots carved and its pages touched. Leases and iterators hold it, so it outlives its loader if need be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from shmloader.memory.codec import ALIGN_BYTES, Layout, decode
+from shmloader.memory.lease import lease
+from shmloader.memory.segment import Segment
+from shmloader.memory.slots import Ledger, Slot
+from shmloader.workers.protocol import SlotEvent, SlotState
+
+#: What freed slots are filled with under SHMLOADER_DEBUG=1, so that a reader of freed memory sees nonsense at once.
+DEBUG_PATTERN = 0xDB
+
+#: Token of a child that somebody else forked: it is never known to be gone.
+FOREIGN = object()
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_forking = threading.local()
+
+
+class Pool:
+    """Slots for one loader.
+
+    Args:
+        limit_bytes: size of the mapping, and the most that slots may take.
+        available: returns how many bytes the machine has left.
+        siblings: the loader's other pools, which live on the same budget.
+        most_slots: largest number of slots in circulation, or None.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        available: Callable[[], int],
+        siblings: tuple[Pool, ...] = (),
+        most_slots: int | None = None,
+    ) -> None:
+        self.segment = segment = Segment(limit_bytes, available)
+        self._siblings: weakref.WeakSet[Pool] = weakref.WeakSet(siblings)
+        self.ledger = Ledger(self._limit, segment.reserve, segment.punch, most_slots)
+        for sibling in siblings:
+            sibling._siblings.add(self)
+        self._returned: deque[Slot] = deque()
+        self._debug = os.environ.get("SHMLOADER_DEBUG") == "1"
+        self._pid = os.getpid()
+        _pools.add(self)
+
+    def _limit(self) -> int:
+        return self.segment.nbytes - sum(sibling.ledger.carved_bytes for sibling in self._siblings)
+
+    @property
+    def tainted(self) -> bool:
+        """Whether slots are lost for good to children that somebody else forked."""
+        return any(FOREIGN in slot.exposed_to for slot in self.ledger)
+
+    def reclaim(self) -> None:
+        """Free the slots whose last reader has gone."""
+        while self._returned:
+            slot = self._returned.popleft()
+            self.ledger.release(slot)
+            self.spoil(slot)
+
+    def spoil(self, slot: Slot) -> None:
+        """Under SHMLOADER_DEBUG=1, fill a free slot with a pattern."""
+        if self._debug and slot.state is SlotState.FREE:
+            ctypes.memset(self.segment.address + slot.offset, DEBUG_PATTERN, slot.capacity)
+
+    def let_go(self, offset: int) -> None:
+        """A worker no longer refers to the range at ``offset``, which it had kept."""
+        slot = self.ledger.at(offset)
+        self.ledger.apply(slot, SlotEvent.LET_GO)
+        self.spoil(slot)
+
+    def abandon(self) -> None:
+        """The workers are gone: whatever they were filling or kept, and what nobody will ask for, is free."""
+        for slot in self.ledger:
+            if slot.state in (SlotState.FILLING, SlotState.KEPT):
+                self.ledger.apply(slot, SlotEvent.LOST)
+            elif slot.state is SlotState.READY:
+                self.ledger.apply(slot, SlotEvent.DISCARD)
+
+    def lend_batch(self, slot: Slot, layout: Layout) -> Any:
+        """The batch in ``slot``, built on the slot, which is leased until nothing can read the batch."""
+        self.ledger.apply(slot, SlotEvent.LEASE)
+        return decode(layout, lease(self.segment.map, slot.offset, slot.capacity, slot, self._returned))
+
+    def copy_batch(self, slot: Slot, layout: Layout) -> np.ndarray[Any, Any]:
+        """The batch's bytes in private memory; the slot's state stays as it is."""
+        copy = private_buffer(layout.extent)
+        ctypes.memmove(copy.ctypes.data, self.segment.address + slot.offset, layout.extent)
+        return copy
+
+    def read(self, slot: Slot, offset: int, nbytes: int) -> bytes:
+        """A part of a slot, copied."""
+        start = slot.offset + offset
+        return self.segment.map[start : start + nbytes]
+
+    def close(self) -> None:
+        """Give back every page that nobody can read. What is leased stays valid until it is dropped."""
+        if self._pid == os.getpid():
+            self.reclaim()
+            self.ledger.give_back()
+            self.segment.close()
+
+
+class Lender:
+    """The pools of one loader under one budget: one is kept between epochs, more exist while iterators overlap.
+
+    Args:
+        budget: returns the bytes that all pools together may take; asked when a pool is made.
+        available: returns how many bytes the machine has left.
+        most_slots: as for :class:`Pool`.
+    """
+
+    def __init__(self, budget: Callable[[], int], available: Callable[[], int], most_slots: int | None) -> None:
+        self._budget, self._available, self._most_slots = budget, available, most_slots
+        self._idle: Pool | None = None
+        self._lent: weakref.WeakSet[Pool] = weakref.WeakSet()
+        self._closed = False
+
+    def lend(self) -> Pool:
+        """A pool for one iterator, the one of the last epoch if it is free.
+
+        Raises:
+            PoolMemoryError: no address space is left.
+        """
+        pool, self._idle = self._idle, None
+        if pool is not None and pool.tainted:
+            # Its lost slots come back with the last process that maps it; a fresh pool has none.
+            pool.close()
+            pool = None
+        if pool is None:
+            pool = Pool(self._budget(), self._available, tuple(self._lent), self._most_slots)
+        self._lent.add(pool)
+        return pool
+
+    def take_back(self, pool: Pool) -> None:
+        """The iterator has ended: keep its pool for the next, or close it if there is one already."""
+        self._lent.discard(pool)
+        pool.reclaim()
+        pool.ledger.settle()
+        if self._closed or self._idle is not None:
+            pool.close()
+        else:
+            self._idle = pool
+
+    def close(self) -> None:
+        """Give back what is idle; what is lent is closed when it comes back."""
+        self._closed = True
+        pool, self._idle = self._idle, None
+        if pool is not None:
+            pool.close()
+
+
+def private_buffer(nbytes: int) -> np.ndarray[Any, Any]:
+    """Private memory, aligned as slots are."""
+    raw = np.empty(nbytes + ALIGN_BYTES, np.uint8)
+    start = -raw.ctypes.data % ALIGN_BYTES
+    return raw[start : start + nbytes]
+
+
+# -- forks ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forking(token: object) -> Iterator[None]:
+    """A fork inside belongs to ``token``, whose end :func:`gone` will report."""
+    _forking.token = token
+    try:
+        yield
+    finally:
+        _forking.token = FOREIGN
+
+
+def gone(token: object) -> None:
+    """The child that was forked under ``token`` has ended and reads nothing any more."""
+    for pool in tuple(_pools):
+        pool.ledger.unexpose(token)
+
+
+def _expose_leased() -> None:
+    # A forked child has copies of the parent's leases, but their ends are nobody's business in the parent: without
+    # this the slot would be refilled under a child that still reads it.
+    token = getattr(_forking, "token", FOREIGN)
+    for pool in tuple(_pools):
+        pool.ledger.expose(token)
+
+
+os.register_at_fork(before=_expose_leased)

@@ -1,0 +1,255 @@
+"""The ledger: which slots there are, in which state, and whose turn the free ones are.
+
+It is the only writer of slot states, through :data:`~shmloader.workers.protocol.SLOT_TABLE`, and knows nothing of
+processes. A *range* is a part of the mapping; a *slot* is a range with a state. Slots are carved out of free ranges
+when a batch needs one and none is free, and dissolved when their size no longer fits what batches need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from shmloader.errors import PoolMemoryError, ProtocolError
+from shmloader.memory.budget import size_class
+from shmloader.workers.protocol import SLOT_TABLE, SlotEvent, SlotState
+
+#: A batch larger than the slots gets a range of its own. One outlier must not make every slot as large as it is;
+#: two within about this many batches mean that the sizes have really grown.
+OUTLIER_SPACING = 8
+
+#: Slots in these states take part in the circulation: they are free or will be before the consumer lets anything go.
+_CIRCULATING = (SlotState.FREE, SlotState.FILLING, SlotState.READY)
+#: Slots in these states are out of circulation through no fault of the consumer; ``slots=`` does not count them.
+_SIDELINED = (SlotState.EXPOSED, SlotState.KEPT, SlotState.QUARANTINED, SlotState.RETIRED)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A range of the pool and its state. Only the ledger writes ``state``."""
+
+    offset: int
+    capacity: int
+    state: SlotState = SlotState.FREE
+    #: Who may still read the bytes besides the consumer: one token per child that was forked during the lease.
+    exposed_to: set[object] = field(default_factory=set)
+
+
+class Ledger:
+    """The slots of one pool.
+
+    Args:
+        limit: returns how many bytes of slots there may be now.
+        reserve: makes the pages of a new range exist; raises :class:`PoolMemoryError`.
+        punch: gives the pages of a range back.
+        most_slots: largest number of slots in circulation, or None.
+    """
+
+    def __init__(
+        self,
+        limit: Callable[[], int],
+        reserve: Callable[[int, int], None],
+        punch: Callable[[int, int], None],
+        most_slots: int | None = None,
+    ) -> None:
+        self._limit, self._reserve, self._punch = limit, reserve, punch
+        self._most_slots = most_slots
+        self._free: list[Slot] = []
+        self._slots: dict[int, Slot] = {}
+        self._gaps: list[tuple[int, int]] = []
+        self._top = 0
+        self._outliers = 0
+        self._largest_bytes = 0
+        self._peak_slots = 0
+        self.typical_bytes = 0
+        self.bytes_by_state = dict.fromkeys(SlotState, 0)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(tuple(self._slots.values()))
+
+    @property
+    def carved_bytes(self) -> int:
+        """Bytes in slots of any state."""
+        return sum(self.bytes_by_state.values())
+
+    def count(self, *states: SlotState) -> int:
+        """Number of slots in any of ``states``."""
+        return sum(slot.state in states for slot in self._slots.values())
+
+    def summary(self) -> dict[str, tuple[int, int]]:
+        """Number and bytes of the slots in each state that has any."""
+        states = [state for state in SlotState if self.bytes_by_state[state]]
+        return {state.name: (self.count(state), self.bytes_by_state[state]) for state in states}
+
+    def at(self, offset: int) -> Slot:
+        """The slot that begins at ``offset``.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        if offset not in self._slots:
+            raise ProtocolError(f"no slot at {offset}")
+        return self._slots[offset]
+
+    def circulates_without(self, slot: Slot) -> bool:
+        """Whether, with ``slot`` leased for good, some other slot still comes free without the consumer's help."""
+        inside = self.bytes_by_state
+        if sum(inside[state] for state in _CIRCULATING) > slot.capacity:
+            return True
+        return self._room_for(size_class(self.typical_bytes))
+
+    # -- getting and moving slots ------------------------------------------------------------------------------
+
+    def acquire(self, nbytes: int = 0) -> Slot | None:
+        """A slot of at least ``nbytes`` (0: of the usual size), assigned; None while none can be had."""
+        if not (nbytes or self.typical_bytes):
+            return None
+        slot = self._take_free(nbytes) or self._carve(size_class(max(nbytes, self.typical_bytes)))
+        if slot is None and nbytes > self.typical_bytes:
+            self._dissolve(self._free)
+            slot = self._carve(size_class(nbytes))
+        if slot is not None:
+            self.apply(slot, SlotEvent.ASSIGN)
+            self._peak_slots = max(self._peak_slots, len(self._slots) - len(self._free))
+        return slot
+
+    def apply(self, slot: Slot, event: SlotEvent) -> None:
+        """Move ``slot`` along its table.
+
+        Raises:
+            ProtocolError: the table has no such step.
+        """
+        before = slot.state
+        after = SLOT_TABLE.get((before, event))
+        if after is None:
+            raise ProtocolError(f"slot at {slot.offset}: no step {event.name} from {before.name}")
+        slot.state = after
+        if after is not before:
+            self._account(slot, before, after)
+
+    def release(self, slot: Slot) -> None:
+        """Nothing in this process reads the slot any more; it is free unless a forked child may still read it."""
+        self.apply(slot, SlotEvent.EXPOSE if slot.exposed_to else SlotEvent.RELEASE)
+
+    def expose(self, token: object) -> None:
+        """A child is being forked: whatever is leased now can be read by it until it is known to be gone."""
+        for slot in self:
+            if slot.state is SlotState.LEASED:
+                slot.exposed_to.add(token)
+
+    def unexpose(self, token: object) -> None:
+        """The child of ``token`` is gone."""
+        for slot in self:
+            if token in slot.exposed_to:
+                slot.exposed_to.discard(token)
+                if slot.state is SlotState.EXPOSED and not slot.exposed_to:
+                    self.apply(slot, SlotEvent.UNEXPOSE)
+
+    # -- sizes -------------------------------------------------------------------------------------------------
+
+    def learn(self, nbytes: int) -> bool:
+        """Note that a batch asked for ``nbytes``; True if it is an outlier, larger than slots usually are."""
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        if nbytes <= self.typical_bytes:
+            return False
+        if self.typical_bytes:
+            self._outliers += OUTLIER_SPACING
+            if self._outliers <= OUTLIER_SPACING:
+                return True
+        self._resize(size_class(self._largest_bytes))
+        return False
+
+    def note_filled(self, nbytes: int) -> None:
+        """A batch of ``nbytes`` arrived."""
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        self._outliers = max(0, self._outliers - 1)
+
+    def settle(self) -> None:
+        """An epoch ended: keep as many slots as it used at once, of the size that it used."""
+        usual = size_class(self._largest_bytes) if self._largest_bytes else self.typical_bytes
+        if usual * 2 <= self.typical_bytes:
+            self._resize(usual)
+        surplus = max(0, len(self._slots) - max(self._peak_slots, 1))
+        self._dissolve(self._free[: min(surplus, len(self._free))])
+        self._peak_slots = self._largest_bytes = 0
+
+    def give_back(self) -> int:
+        """Dissolve every free slot; returns how many bytes that gave back."""
+        before = self.carved_bytes
+        self._dissolve(self._free)
+        return before - self.carved_bytes
+
+    def _resize(self, nbytes: int) -> None:
+        self.typical_bytes = nbytes
+        self._outliers = 0
+        self._dissolve([slot for slot in self._free if slot.capacity != nbytes])
+
+    # -- ranges ------------------------------------------------------------------------------------------------
+
+    def _account(self, slot: Slot, before: SlotState, after: SlotState) -> None:
+        if before is SlotState.FREE:
+            self._free.remove(slot)
+        self.bytes_by_state[before] -= slot.capacity
+        if after is SlotState.DISSOLVED:
+            del self._slots[slot.offset]
+            self._punch(slot.offset, slot.capacity)
+            self._join_gap(slot.offset, slot.capacity)
+            return
+        self.bytes_by_state[after] += slot.capacity
+        if after is SlotState.FREE:
+            slot.exposed_to.clear()
+            self._free.append(slot)
+            if slot.capacity != self.typical_bytes:
+                self.apply(slot, SlotEvent.RECARVE)
+
+    def _take_free(self, nbytes: int) -> Slot | None:
+        # The last one freed comes first: its pages are the likeliest to be in a cache.
+        return next((slot for slot in reversed(self._free) if slot.capacity >= nbytes), None)
+
+    def _dissolve(self, slots: Iterable[Slot]) -> None:
+        for slot in tuple(slots):
+            self.apply(slot, SlotEvent.RECARVE)
+
+    def _room_for(self, capacity: int) -> bool:
+        if self._most_slots is not None and len(self._slots) - self.count(*_SIDELINED) >= self._most_slots:
+            return False
+        fits = any(length >= capacity for _, length in self._gaps) or self._top + capacity <= self._limit()
+        return fits and self.carved_bytes + capacity <= self._limit()
+
+    def _carve(self, capacity: int) -> Slot | None:
+        if not self._room_for(capacity):
+            return None
+        offset = self._take_gap(capacity)
+        try:
+            self._reserve(offset, capacity)
+        except PoolMemoryError:
+            self._join_gap(offset, capacity)
+            if not self._slots:
+                raise
+            return None
+        slot = self._slots[offset] = Slot(offset, capacity)
+        self.bytes_by_state[SlotState.FREE] += capacity
+        self._free.append(slot)
+        return slot
+
+    def _take_gap(self, capacity: int) -> int:
+        for index, (start, length) in enumerate(self._gaps):
+            if length >= capacity:
+                self._gaps[index : index + 1] = [(start + capacity, length - capacity)] if length > capacity else []
+                return start
+        start, self._top = self._top, self._top + capacity
+        return start
+
+    def _join_gap(self, offset: int, length: int) -> None:
+        gaps = sorted([*self._gaps, (offset, length)])
+        joined: list[tuple[int, int]] = []
+        for start, size in gaps:
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((start, size))
+        if joined and sum(joined[-1]) == self._top:
+            self._top = joined.pop()[0]
+        self._gaps = joined

@@ -1,0 +1,372 @@
+"""One batch's way through the main process: assigned, answered, granted space if need be, delivered.
+
+The pump joins what the rooms below keep apart: the crew, which knows no slots, and the pool, which knows no processes.
+It has no opinion on order: the iterator says which batch goes to whom and which is due.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from torch._utils import ExceptionWrapper
+
+from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning
+from shmloader.memory import codec
+from shmloader.memory.pool import Pool, private_buffer
+from shmloader.memory.segment import MARGIN_BYTES
+from shmloader.memory.slots import Slot
+from shmloader.stats import Counts
+from shmloader.workers.crew import Crew, Worker
+from shmloader.workers.protocol import NO_LAYOUT, Flag, Message, SlotEvent, Tag
+
+#: A batch that came in a file of its own is copied out of it below this size: mappings are a limited resource, and a
+#: consumer may hold any number of batches.
+LEAST_MAPPED_BYTES = 1 << 20
+#: Messages quote a batch's indices up to this many characters.
+MOST_NAMED = 200
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One batch on its way."""
+
+    batch: int
+    epoch: int
+    worker: Worker
+    indices: Any
+    slot: Slot | None
+    #: The range of its Fill, while the worker moves the batch into a larger one.
+    moved_from: Slot | None = None
+    #: Bytes that the worker asked for and waits for; 0: it does not wait.
+    needs: int = 0
+    layout: codec.Layout | None = None
+    #: Private memory that holds the batch, where it does not lie in the slot.
+    buffer: Any = None
+    error: BaseException | ExceptionWrapper | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the batch, or its error, is there."""
+        return self.layout is not None or self.error is not None
+
+    def name(self) -> str:
+        """The batch and its indices, for messages."""
+        text = f"batch {self.batch}, indices {self.indices}"
+        return text if len(text) <= MOST_NAMED else text[:MOST_NAMED] + " ..."
+
+
+class Pump:
+    """The tasks of one iterator, over its crew and its pool.
+
+    Args:
+        limit_bytes: what the user allows for the pool, or None where the budget is the loader's own choice; then a
+            batch may be larger than all of it.
+        available: returns how many bytes the machine has left.
+        copy: deliver private copies only.
+    """
+
+    def __init__(
+        self, crew: Crew, pool: Pool, limit_bytes: int | None, available: Callable[[], int], copy: bool
+    ) -> None:
+        self.crew, self.pool = crew, pool
+        self._limit_bytes, self._available, self._copy = limit_bytes, available, copy
+        self.epoch = 0
+        #: Tasks of this epoch that are not delivered yet.
+        self.tasks: dict[int, Task] = {}
+        #: Tasks that a worker still has to answer, of this epoch and of ended ones.
+        self._owed: dict[tuple[int, int], Task] = {}
+        self._needy: dict[int, Task] = {}
+        self._warned: set[str] = set()
+        self.counts = Counts()
+
+    # -- out ---------------------------------------------------------------------------------------------------
+
+    def assign(self, batch: int, worker: Worker, indices: Any) -> None:
+        """Send a Fill, with a slot if one can be had: without one the worker makes the batch and asks."""
+        body = codec.pack(indices)
+        slot = None if self._needy else self._acquire(0)
+        self.tasks[batch] = self._owed[self.epoch, batch] = Task(batch, self.epoch, worker, indices, slot)
+        offset, size = (slot.offset, slot.capacity) if slot else (0, 0)
+        worker.send(Tag.FILL, epoch=self.epoch, batch=batch, offset=offset, size=size, body=body)
+
+    def _acquire(self, nbytes: int) -> Slot | None:
+        try:
+            return self.pool.ledger.acquire(nbytes)
+        except PoolMemoryError:
+            return None
+
+    def serve_needs(self, lowest: int) -> None:
+        """Grant space to workers that wait for it, in order; the ``lowest`` undelivered batch always gets through."""
+        for batch in sorted(self._needy):
+            task = self._needy[batch]
+            slot = self._acquire(task.needs)
+            if slot is None and batch == lowest:
+                slot = self._make_room(task)
+                if slot is None:
+                    self._send_without_slot(task)
+                    continue
+            if slot is None:
+                return
+            self._grant(task, slot)
+
+    def _grant(self, task: Task, slot: Slot) -> None:
+        del self._needy[task.batch]
+        task.needs = 0
+        if task.slot is not None:
+            self.pool.ledger.apply(task.slot, SlotEvent.GRANT)
+        task.moved_from, task.slot = task.slot, slot
+        task.worker.send(
+            Tag.GRANT, epoch=task.epoch, batch=task.batch, offset=slot.offset, size=slot.capacity
+        )
+
+    def _make_room(self, task: Task) -> Slot | None:
+        """Copy answered batches out of the pool until the one that everybody waits for fits."""
+        for other in sorted(self.tasks.values(), key=lambda other: -other.batch):
+            if other.slot is not None and other.layout is not None:
+                self._copy_out(other)
+                slot = self._acquire(task.needs)
+                if slot is not None:
+                    return slot
+        return None
+
+    def _send_without_slot(self, task: Task) -> None:
+        """Nothing can be freed without the consumer: the batch travels in a file of its own, or is refused."""
+        del self._needy[task.batch]
+        needs, task.needs = task.needs, 0
+        left = self._available() - MARGIN_BYTES
+        if needs > left:
+            task.error = PoolMemoryError(
+                f"batch {task.batch} needs {needs} bytes, but only {max(left, 0)} are left on this machine or in its "
+                "container; make batches smaller, or lower prefetch_factor or num_workers"
+            )
+            self._drop(task)
+            return
+        self.counts.oversize_batches += 1
+        self._warn_once(
+            "oversize",
+            f"batch {task.batch} ({needs} bytes) found no room in the slot pool ({self.pool.segment.nbytes} bytes) and "
+            "travelled in memory of its own, which is slower; raise memory_limit or slots, or hold fewer batches",
+        )
+        task.worker.channel.expects_fd = True
+        task.worker.send(Tag.GRANT, Flag.NOTHING, epoch=task.epoch, batch=task.batch)
+
+    # -- in ----------------------------------------------------------------------------------------------------
+
+    def note(self, message: Message) -> Task | None:
+        """Note one message; returns the task that it has settled, if somebody still waits for it."""
+        if message.tag == Tag.LET_GO:
+            self.pool.let_go(message.offset)
+            return None
+        key = message.epoch, message.batch
+        task = self._owed[key]
+        wanted = self.tasks.get(task.batch) is task
+        if message.tag == Tag.NEED_SPACE:
+            return self._note_need(task, message.size, wanted)
+        del self._owed[key]
+        if message.tag == Tag.FILLED:
+            self._note_filled(task, message)
+        else:
+            self._note_failed(task, message)
+        if wanted:
+            return task
+        self._discard(task)
+        return None
+
+    def _note_need(self, task: Task, nbytes: int, wanted: bool) -> Task | None:
+        if task.slot is not None:
+            self.pool.ledger.apply(task.slot, SlotEvent.NEED)
+        if not wanted:
+            self._drop(task)
+            return None
+        if self._limit_bytes is not None and nbytes > self._limit_bytes:
+            task.error = BatchTooLargeError(
+                f"batch {task.batch} needs {nbytes} bytes, more than memory_limit allows ({self._limit_bytes} bytes); "
+                f"raise memory_limit to at least {nbytes}, or make batches smaller"
+            )
+            self._drop(task)
+            return task
+        task.needs = nbytes
+        self.pool.ledger.learn(nbytes)
+        self._needy[task.batch] = task
+        return None
+
+    def _drop(self, task: Task) -> None:
+        """Nobody wants the batch of a worker that waits for space; its answer, which only frees slots, is still owed."""
+        task.worker.send(Tag.GRANT, Flag.DROP, epoch=task.epoch, batch=task.batch)
+
+    def _note_filled(self, task: Task, message: Message) -> None:
+        ledger, kept = self.pool.ledger, bool(message.flags & Flag.KEPT)
+        if message.flags & Flag.IN_FILE:
+            task.worker.channel.expects_fd = False
+            task.buffer = _contents(message.fd)
+            task.moved_from, task.slot = task.slot, None
+        if task.moved_from is not None:
+            self._leave(task.moved_from, SlotEvent.FILLED_KEPT if kept else SlotEvent.REPLACED)
+            task.moved_from, kept = None, False
+        layout = task.layout = self._layout(task, message)
+        ledger.note_filled(layout.extent)
+        if task.slot is None:
+            return
+        if kept:
+            task.buffer = self.pool.copy_batch(task.slot, layout)
+            self.counts.private_copies += 1
+            self._leave(task.slot, SlotEvent.FILLED_KEPT)
+            task.slot = None
+            return
+        ledger.apply(task.slot, SlotEvent.FILLED)
+        if layout.extent == 0:
+            self._leave(task.slot, SlotEvent.DISCARD)
+            task.slot = None
+
+    def _layout(self, task: Task, message: Message) -> codec.Layout:
+        known = task.worker.layouts
+        if message.layout != NO_LAYOUT and not message.flags & Flag.DEFINE:
+            return known[message.layout]
+        layout = codec.Layout.from_bytes(message.body)
+        if message.flags & Flag.DEFINE:
+            known[message.layout] = layout
+        if message.flags & Flag.IN_RANGE:
+            start, end = message.offset, message.offset + message.size
+            if task.slot is not None:
+                skeleton = self.pool.read(task.slot, start, message.size)
+            else:
+                skeleton = bytes(memoryview(task.buffer)[start:end])
+            layout = codec.Layout(skeleton, layout.spans)
+        return layout
+
+    def _note_failed(self, task: Task, message: Message) -> None:
+        for slot, event in ((task.moved_from, SlotEvent.REPLACED), (task.slot, SlotEvent.FAILED)):
+            if slot is not None:
+                self._leave(slot, SlotEvent.FILLED_KEPT if message.flags & Flag.KEPT else event)
+        task.slot = task.moved_from = None
+        if message.body:
+            task.error = _wrapper(*codec.unpack(message.body))
+
+    def void(self, worker: Worker, epoch: int) -> None:
+        """The worker's iterable data set has ended: it will not answer what it still holds of this epoch."""
+        for key, task in tuple(self._owed.items()):
+            if task.worker is worker and task.epoch == epoch:
+                del self._owed[key]
+                if self.tasks.get(task.batch) is task:
+                    del self.tasks[task.batch]
+                if task.slot is not None:
+                    self._leave(task.slot, SlotEvent.EXHAUSTED)
+
+    # -- delivering --------------------------------------------------------------------------------------------
+
+    def deliver(self, task: Task) -> Any:
+        """The batch, built where it lies.
+
+        Raises:
+            Exception: what the data set, the collate function or the codec raised for it.
+        """
+        del self.tasks[task.batch]
+        if task.error is not None:
+            _raise(task)
+        layout = task.layout
+        assert layout is not None
+        if task.slot is not None and (self._copy or not self.pool.ledger.circulates_without(task.slot)):
+            if not self._copy:
+                self._warn_once(
+                    "held",
+                    "the consumer holds so many batches that the slot pool is used up; batches are copied to private "
+                    "memory, which is slower; raise memory_limit or slots, or hold fewer batches",
+                )
+            self._copy_out(task)
+        self.counts.batches += 1
+        self.counts.bytes += layout.nbytes
+        if task.slot is not None:
+            return self.pool.lend_batch(task.slot, layout)
+        return codec.decode(layout, task.buffer)
+
+    def _copy_out(self, task: Task) -> None:
+        assert task.slot is not None and task.layout is not None
+        task.buffer = self.pool.copy_batch(task.slot, task.layout)
+        self._leave(task.slot, SlotEvent.COPY_OUT)
+        task.slot = None
+        self.counts.private_copies += 1
+
+    def end_epoch(self) -> None:
+        """Forget what was not delivered.
+
+        Workers still carry out what they hold, or their random streams would leave torch's; what they owe is then
+        nobody's, and only frees its slots.
+        """
+        for task in self._needy.values():
+            self._drop(task)
+        for task in self.tasks.values():
+            if task.layout is not None:
+                self._discard(task)
+        self.tasks.clear()
+        self._needy.clear()
+        self.pool.reclaim()
+        self.pool.ledger.settle()
+        self.epoch += 1
+        self.counts = Counts()
+
+    def _discard(self, task: Task) -> None:
+        if task.slot is not None:
+            self._leave(task.slot, SlotEvent.DISCARD)
+        task.slot = task.buffer = None
+
+    def _leave(self, slot: Slot, event: SlotEvent) -> None:
+        self.pool.ledger.apply(slot, event)
+        self.pool.spoil(slot)
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, PoolWarning, stacklevel=2)
+
+
+def _contents(fd: int) -> Any:
+    """The file that a batch came in, mapped, or copied where it is small."""
+    try:
+        pages = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
+    finally:
+        os.close(fd)
+    if len(pages) >= LEAST_MAPPED_BYTES:
+        return pages
+    copy = private_buffer(len(pages))
+    copy[:] = np.frombuffer(pages, np.uint8)
+    return copy
+
+
+def _wrapper(wrapped: bytes, name: str, text: str, where: str) -> BaseException | ExceptionWrapper:
+    """torch's wrapper of an error as it came from a worker; a RuntimeError where its class cannot be had here."""
+    try:
+        wrapper: ExceptionWrapper = pickle.loads(wrapped)
+        return wrapper
+    except Exception:
+        return RuntimeError(f"Caught {name} {where}.\nOriginal {text}")
+
+
+def _raise(task: Task) -> NoReturn:
+    """Raise a task's error as torch would, with a note that says which batch it was."""
+    try:
+        if isinstance(task.error, ExceptionWrapper):
+            _reraise(task.error)
+        assert isinstance(task.error, BaseException)
+        raise task.error
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"shmloader: this was {task.name()}")
+        raise
+
+
+def _reraise(wrapper: ExceptionWrapper) -> None:
+    try:
+        wrapper.reraise()
+    except Exception as error:
+        if isinstance(error, (wrapper.exc_type, RuntimeError)):
+            raise
+        # A class with a `message` attribute and a constructor of its own: torch calls it wrongly and hides the cause.
+        text = f"Caught {wrapper.exc_type.__name__} {wrapper.where}.\nOriginal {wrapper.exc_msg}"
+        raise RuntimeError(text) from error

@@ -1,0 +1,166 @@
+"""One duplex channel between the main process and one worker: messages in packets, in order, never blocking.
+
+A packet is what one system call sends and one receives (``SOCK_SEQPACKET``). Neither side ever waits in a send: what
+does not fit into the socket stays in the outbox, and whoever waits for the channel waits for room in it, too.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import weakref
+from collections import deque
+
+from shmloader.workers.protocol import HEAD, INLINE_BYTES, Flag, Message, Tag
+
+_LENGTH = struct.Struct("<Q")
+_FRAGMENT = bytes([Tag.FRAGMENT])
+_PACKET_BYTES = HEAD.size + INLINE_BYTES
+
+#: Every open channel of this process. A forked worker closes the ends that it inherited: as long as it held one, the
+#: other side would not see the end of its peer.
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def pair() -> tuple[Channel, socket.socket]:
+    """A channel for this process and the socket for the other side's."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(here), there
+
+
+def close_inherited(mine: socket.socket) -> None:
+    """In a forked worker: close every channel end that belongs to the parent, and forget its outbox."""
+    for channel in tuple(_open):
+        if channel.fileno() != mine.fileno():
+            channel.close()
+
+
+class Channel:
+    """This side's end. Not thread-safe: one thread reads and writes.
+
+    Raises, from :meth:`send` and :meth:`receive`:
+        EOFError: the other side has closed its end or has died.
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "_outbox", "_partial", "_socket", "_view", "expects_fd")
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._buffer = bytearray(_PACKET_BYTES)
+        self._view = memoryview(self._buffer)
+        self._outbox: deque[tuple[bytes, int]] = deque()
+        self._partial: tuple[Message, bytearray, int] | None = None
+        #: Set while a packet with a descriptor may come: an ordinary receive would drop the descriptor.
+        self.expects_fd = False
+        _open.add(self)
+
+    def fileno(self) -> int:
+        """The descriptor to wait for, or -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def backlog(self) -> bool:
+        """Whether something waits for room in the socket."""
+        return bool(self._outbox)
+
+    def send(
+        self,
+        tag: int,
+        flags: int,
+        layout: int,
+        epoch: int,
+        batch: int,
+        offset: int,
+        size: int,
+        body: bytes = b"",
+        fd: int = -1,
+    ) -> None:
+        """Send a message, or queue what does not fit. Takes over ``fd``."""
+        if len(body) <= INLINE_BYTES:
+            self._put(HEAD.pack(tag, flags, layout, epoch, batch, offset, size) + body, fd)
+            return
+        head = HEAD.pack(tag, flags | Flag.LONG, layout, epoch, batch, offset, size)
+        self._put(head + _LENGTH.pack(len(body)), fd)
+        for start in range(0, len(body), INLINE_BYTES):
+            self._put(_FRAGMENT + body[start : start + INLINE_BYTES], -1)
+
+    def _put(self, packet: bytes, fd: int) -> None:
+        if self._outbox or not self._push(packet, fd):
+            self._outbox.append((packet, fd))
+
+    def flush(self) -> None:
+        """Send as much of the outbox as fits now."""
+        while self._outbox and self._push(*self._outbox[0]):
+            self._outbox.popleft()
+
+    def _push(self, packet: bytes, fd: int) -> bool:
+        try:
+            if fd < 0:
+                self._socket.send(packet)
+            else:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                self._socket.sendmsg([packet], rights)
+                os.close(fd)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the other side is gone") from error
+        return True
+
+    def receive(self) -> Message | None:
+        """The next message, or None if none has arrived whole."""
+        while True:
+            try:
+                length, fd = self._read()
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # Comes once, when the peer died with messages unread; its own last answers are queued behind it.
+                continue
+            if length == 0:
+                raise EOFError("the other side is gone")
+            message = self._assemble(length, fd)
+            if message is not None:
+                return message
+
+    def _read(self) -> tuple[int, int]:
+        if not self.expects_fd:
+            return self._socket.recv_into(self._buffer), -1
+        length, ancillary, _, _ = self._socket.recvmsg_into(
+            [self._buffer], socket.CMSG_SPACE(array.array("i").itemsize)
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                return length, array.array("i", data[:4])[0]
+        return length, -1
+
+    def _assemble(self, length: int, fd: int) -> Message | None:
+        if self._partial is not None:
+            return self._continue(length)
+        fields = HEAD.unpack_from(self._buffer)
+        body = bytes(self._view[HEAD.size : length])
+        message = Message(*fields, body, fd)
+        if fields[1] & Flag.LONG:
+            self._partial = (message, bytearray(), _LENGTH.unpack(body)[0])
+            return None
+        return message
+
+    def _continue(self, length: int) -> Message | None:
+        assert self._partial is not None
+        message, body, total = self._partial
+        body += self._view[1:length]
+        if len(body) < total:
+            return None
+        self._partial = None
+        return message._replace(flags=message.flags & ~Flag.LONG, body=bytes(body))
+
+    def close(self) -> None:
+        """Close this end and whatever waited to be sent. Safe to call twice."""
+        for _, fd in self._outbox:
+            if fd >= 0:
+                os.close(fd)
+        self._outbox.clear()
+        self._socket.close()

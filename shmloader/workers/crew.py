@@ -1,0 +1,328 @@
+"""The crew: start, feed, hear, stop, bury. It knows processes and channels, and neither slots nor batches."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.forkserver
+import multiprocessing.process
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pickle import PicklingError
+from typing import Any
+
+from shmloader.errors import ProtocolError
+from shmloader.memory import pool as pools
+from shmloader.memory.codec import Layout
+from shmloader.memory.segment import Segment
+from shmloader.workers import worker as body
+from shmloader.workers.channel import Channel, pair
+from shmloader.workers.payload import FdParcel, Job, Payload
+from shmloader.workers.protocol import NO_LAYOUT, WORKER_TABLE, Flag, Message, Tag, WorkerEvent, WorkerState
+
+#: How long workers may take to end by themselves, all together: they finish the sample that they are at.
+ASK_S = 2.0
+#: How long they may take after SIGTERM, all together; then SIGKILL.
+INSIST_S = 1.0
+#: A worker's exit code reaches its parent a little after its end is known, where another process collects it.
+EXIT_CODE_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker as the main process sees it."""
+
+    id: int
+    process: BaseProcess
+    channel: Channel
+    pidfd: int
+    state: WorkerState = WorkerState.STARTING
+    #: Layouts by number, as this process announced them: the numbers live as long as it does.
+    layouts: dict[int, Layout] = field(default_factory=dict)
+
+    def apply(self, event: WorkerEvent) -> None:
+        """Move along the worker's table.
+
+        Raises:
+            ProtocolError: the table has no such step.
+        """
+        after = WORKER_TABLE.get((self.state, event))
+        if after is None:
+            raise ProtocolError(f"worker {self.id}: no step {event.name} from {self.state.name}")
+        self.state = after
+
+    def send(
+        self,
+        tag: Tag,
+        flags: Flag = Flag.NONE,
+        *,
+        epoch: int = 0,
+        batch: int = 0,
+        offset: int = 0,
+        size: int = 0,
+        body: bytes = b"",
+    ) -> None:
+        """Send a message. To a worker that has just died it goes nowhere: its end is for the wait to notice."""
+        with contextlib.suppress(EOFError):
+            self.channel.send(tag, flags, NO_LAYOUT, epoch, batch, offset, size, body)
+
+    def epitaph(self) -> str:
+        """How the process ended, in torch's words."""
+        pid, code = self.process.pid, _exit_code(self.process)
+        if code is None:
+            return f"DataLoader worker (pid {pid}) exited unexpectedly; its exit code was collected by somebody else"
+        if code < 0:
+            return f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}. "
+        return (
+            f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}. Details are lost due to "
+            "multiprocessing. Rerunning with num_workers=0 may give better error trace."
+        )
+
+
+#: What :meth:`Crew.read` returns: a worker and its message, or None for its unexpected end.
+Heard = tuple[Worker, Message | None]
+
+
+class Crew:
+    """The workers of one iterator.
+
+    Args:
+        context: a multiprocessing context, or module, with ``Process``.
+        job: what all workers have in common.
+        segment: the pool's mapping.
+    """
+
+    def __init__(self, context: Any, job: Job, segment: Segment) -> None:
+        self.workers: list[Worker] = []
+        self._by_fd: dict[int, Worker] = {}
+        self._context = context
+        self._segment = segment
+        self._pid = os.getpid()
+        self._stopped = False
+        try:
+            self._start(job)
+        except BaseException:
+            self.stop()
+            raise
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _start(self, job: Job) -> None:
+        method = self._context.get_start_method()
+        if method == "forkserver":
+            _preload(job)
+        with _explained(), _sigint_blocked():
+            payload = job if method == "fork" else Payload(job)
+            try:
+                for worker_id in range(job.num_workers):
+                    self._start_one(worker_id, payload, method)
+            finally:
+                if isinstance(payload, Payload):
+                    payload.close()
+
+    def _start_one(self, worker_id: int, payload: Job | Payload, method: str) -> None:
+        channel, there = pair()
+        token: Any = channel
+        try:
+            seat = self._seat(worker_id, there, payload, method)
+            process = self._context.Process(target=body.main, args=(seat,), daemon=True)
+            with pools.forking(token):
+                process.start()
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            there.close()
+        # Out of multiprocessing's table: it ends every daemonic process in it when *any* process that has a copy of
+        # the table exits, such as a child of a plain os.fork(). Our own exit hook stops the workers instead.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+        worker = Worker(worker_id, process, channel, _pidfd(process))
+        self.workers.append(worker)
+        self._by_fd[channel.fileno()] = self._by_fd[worker.pidfd] = worker
+
+    def _seat(self, worker_id: int, there: socket.socket, payload: Job | Payload, method: str) -> body.Seat:
+        segment, forked = self._segment, method == "fork"
+        return body.Seat(
+            worker_id=worker_id,
+            end=there,
+            job=payload,
+            pool=segment if forked else (FdParcel(segment.fd), segment.nbytes),
+            loader_pid=self._pid,
+            forked=forked,
+            death_signal=method != "forkserver" and threading.current_thread() is threading.main_thread(),
+        )
+
+    # -- hearing -----------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """Wait until a worker has said something, has ended, or takes what is queued for it.
+
+        It changes nothing, so an exception from a signal handler may cut it short at any point.
+        """
+        # A poll object is no descriptor: nothing to inherit, and no number in it can outlive a closed channel.
+        poller = select.poll()
+        for worker in self.workers:
+            if worker.state is not WorkerState.GONE:
+                poller.register(worker.pidfd, select.POLLIN)
+                if worker.channel.fileno() >= 0:
+                    wanted = select.POLLIN | (select.POLLOUT if worker.channel.backlog else 0)
+                    poller.register(worker.channel.fileno(), wanted)
+        return poller.poll(None if timeout_s is None else timeout_s * 1000)
+
+    def read(self, ready: list[tuple[int, int]]) -> list[Heard]:
+        """What the workers have said, and which have ended though nobody told them to.
+
+        An end comes after everything that the worker had said: its exit is confirmed and its channel was read until
+        it would block.
+        """
+        heard: list[Heard] = []
+        ended = []
+        for fd, events in ready:
+            worker = self._by_fd[fd]
+            if fd == worker.pidfd:
+                ended.append(worker)
+                continue
+            if events & select.POLLOUT:
+                with contextlib.suppress(EOFError):
+                    worker.channel.flush()
+            heard.extend(self.drain(worker))
+        for worker in ended:
+            # What it said last may have arrived after its channel was read above.
+            heard.extend(self.drain(worker))
+            expected = worker.state is WorkerState.STOPPING
+            self._bury(worker)
+            if not expected:
+                heard.append((worker, None))
+        return heard
+
+    def drain(self, worker: Worker) -> Iterator[Heard]:
+        """What ``worker`` has said, without waiting."""
+        channel = worker.channel
+        if channel.fileno() < 0:
+            return
+        try:
+            while (message := channel.receive()) is not None:
+                if message.tag == Tag.HELLO:
+                    worker.apply(WorkerEvent.HELLO)
+                else:
+                    yield worker, message
+        except EOFError:
+            # The process is ending; only its pidfd says when it has, and until then this end would always be ready.
+            channel.close()
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def dismiss(self, worker: Worker) -> None:
+        """Tell one worker to end; :meth:`stop` sees to it that it does."""
+        if worker.state is not WorkerState.GONE:
+            worker.apply(WorkerEvent.STOP)
+            worker.send(Tag.STOP)
+
+    def stop(self) -> None:
+        """Ask, insist, kill; each with a bound. Afterwards no process and no descriptor is left. Idempotent."""
+        if self._stopped or self._pid != os.getpid():
+            return
+        self._stopped = True
+        for worker in self.workers:
+            self.dismiss(worker)
+        if not self._all_end(ASK_S):
+            for worker in self._alive():
+                worker.process.terminate()
+            if not self._all_end(INSIST_S):
+                for worker in self._alive():
+                    worker.process.kill()
+                self._all_end(None)
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.state is not WorkerState.GONE]
+
+    def _all_end(self, within_s: float | None) -> bool:
+        deadline = None if within_s is None else time.monotonic() + within_s
+        while self._alive():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            for _, message in self.read(self.wait(left)):
+                if message is not None and message.fd >= 0:
+                    os.close(message.fd)
+        return True
+
+    def _bury(self, worker: Worker) -> None:
+        """The exit is confirmed: reap it, and close what led to it."""
+        worker.apply(WorkerEvent.EXIT)
+        del self._by_fd[worker.pidfd]
+        os.close(worker.pidfd)
+        worker.channel.close()
+        pools.gone(worker.channel)
+        _exit_code(worker.process)
+
+    def disown(self) -> None:
+        """In a forked child, whose parent keeps the workers: close the inherited ends, end nobody."""
+        for worker in self.workers:
+            worker.channel.close()
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """The exit code of a process that has ended; None if somebody else collected it."""
+    if process.exitcode is None:
+        process.join(EXIT_CODE_S)
+    return process.exitcode
+
+
+def _pidfd(process: BaseProcess) -> int:
+    """A descriptor that is readable once the process has ended, whoever else holds its pipes."""
+    assert process.pid is not None
+    try:
+        return os.pidfd_open(process.pid)
+    except (OSError, AttributeError):
+        # It has ended already and was collected, or the kernel is older than 5.3: the sentinel knows.
+        return os.dup(process.sentinel)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Add torch's hint to a pickling error: the error alone does not say what was being pickled."""
+    try:
+        yield
+    except (TypeError, AttributeError, PicklingError):
+        warnings.warn(
+            "Got pickle error when attempting to start a worker Process. This might be because the worker Process "
+            "arguments are not picklable. Python 3.14+ changed the multiprocessing start method in non-Mac POSIX "
+            "platforms to 'forkserver', which requires the worker Process arguments to be picklable. You can also try "
+            "multiprocessing.set_start_method('fork').",
+            stacklevel=2,
+        )
+        raise
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Children start with SIGINT blocked and unblock it where they can end quietly."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _preload(job: Job) -> None:
+    """Let the fork server import what workers need, unless the user has said what it shall import.
+
+    A worker then starts in milliseconds and shares the imported pages; without effect once the server runs.
+    """
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._preload_modules == ["__main__"]:
+        server.set_forkserver_preload(["__main__", "torch", body.__name__, *_modules(job)])
+
+
+def _modules(job: Job) -> Iterable[str]:
+    parts = (type(job.dataset), job.collate_fn, job.worker_init_fn)
+    names = dict.fromkeys(getattr(part, "__module__", None) for part in parts if part is not None)
+    return [name for name in names if name and name != "__main__"]

@@ -1,0 +1,70 @@
+"""Base seed, per-worker seeds as torch makes them, and per-batch seeds that depend on no worker.
+
+Under ``seeding="worker"`` a worker is seeded once, with ``base_seed + worker_id``, as in torch: augmentations are
+bit-identical to its loader's. Under ``seeding="batch"`` torch's CPU generator, ``random`` and numpy's legacy generator
+are seeded from (base seed, epoch, batch index) before every fetch, so that data depend neither on the number of workers
+nor on which of them makes a batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_MASK64 = (1 << 64) - 1
+
+
+def seed_worker(base_seed: int, worker_id: int) -> int:
+    """Seed this process as torch seeds its worker ``worker_id``; returns the worker's seed."""
+    seed = base_seed + worker_id
+    random.seed(seed)
+    torch.manual_seed(seed)
+    # Not `seed`: torch spreads it first, so that random's and numpy's Mersenne twisters do not run in step.
+    entropy = [worker_id, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]
+    np.random.seed(np.random.SeedSequence(entropy).generate_state(4))
+    return seed
+
+
+def batch_seed(base_seed: int, epoch: int, batch: int) -> int:
+    """64 bits for one batch, by two rounds of splitmix64's mixing (Steele, Lea, Flood 2014)."""
+    return _mix(_mix(base_seed + 0x9E3779B97F4A7C15 * (epoch + 1)) + 0x9E3779B97F4A7C15 * (batch + 1))
+
+
+def _mix(z: int) -> int:
+    z &= _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def seed_batch(base_seed: int, epoch: int, batch: int) -> None:
+    """Seed torch's CPU generator, ``random`` and numpy's legacy generator for one batch."""
+    seed = batch_seed(base_seed, epoch, batch)
+    # Not torch.manual_seed: it also goes through every accelerator and takes a hundred times as long.
+    torch.default_generator.manual_seed(seed & (_MASK64 >> 1))
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Put the three generators' states back at the end: a fetch in the training process must not move them."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def own_generators(dataset: Any) -> list[str]:
+    """Names of attributes of ``dataset`` that are random generator objects, which no seeding here can reach."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+    state = getattr(dataset, "__dict__", {})
+    return [name for name, value in state.items() if isinstance(value, kinds)]

@@ -1,0 +1,382 @@
+"""The child's body: fetch, collate into the range, answer. A plain function that a test can call in-process."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _DatasetKind
+from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import worker as torch_worker
+
+from shmloader.errors import UnpicklableBatchError
+from shmloader.memory import codec
+from shmloader.memory.collate import Arena, allocating_in
+from shmloader.memory.segment import Segment, address_of
+from shmloader.workers import seeding
+from shmloader.workers.channel import Channel, close_inherited
+from shmloader.workers.payload import FdParcel, Job, Payload, Unopened
+from shmloader.workers.protocol import INLINE_BYTES, NO_LAYOUT, Flag, Message, Tag
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _Stopped(Exception):
+    """The main process said so."""
+
+
+class _Orphaned(Exception):
+    """The main process is gone."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """What one worker is started with.
+
+    ``death_signal`` asks the kernel to kill the worker with the thread that started it: only where that is the main
+    thread of the loader's process, because a helper thread may end long before its loader does.
+    """
+
+    worker_id: int
+    end: socket.socket
+    job: Job | Payload | Unopened
+    pool: Segment | tuple[FdParcel, int]
+    loader_pid: int
+    forked: bool
+    death_signal: bool
+
+
+def main(seat: Seat) -> None:
+    """The target of the worker process."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if seat.forked:
+            close_inherited(seat.end)
+        watch = _watch_loader(seat)
+        signal_handling._set_worker_signal_handlers()
+        torch.multiprocessing._set_thread_name("pt_data_worker")
+        # What was inherited is not garbage; letting the collector walk it would copy every page of it.
+        gc.freeze()
+        segment = seat.pool if isinstance(seat.pool, Segment) else Segment.attach(seat.pool[0].fd, seat.pool[1])
+        serve(seat.worker_id, seat.job, Inbox(Channel(seat.end), watch), segment)
+    except (KeyboardInterrupt, _Orphaned):
+        pass
+    finally:
+        # A second Ctrl-C while the process winds up would print a traceback that helps nobody.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _watch_loader(seat: Seat) -> int:
+    """A descriptor that becomes readable when the loader's process ends, and a net for a long fetch meanwhile."""
+    try:
+        watch = os.pidfd_open(seat.loader_pid)
+    except ProcessLookupError:
+        raise _Orphaned from None
+    if seat.death_signal:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != seat.loader_pid:
+            raise _Orphaned
+    else:
+        threading.Thread(target=_exit_with, args=(watch,), name="shmloader-watch", daemon=True).start()
+    return watch
+
+
+def _exit_with(watch: int) -> NoReturn:
+    poller = select.poll()
+    poller.register(watch, select.POLLIN)
+    poller.poll()
+    os._exit(1)
+
+
+class Inbox:
+    """What the main process sends, in order; waiting for it also notices that process's end.
+
+    Args:
+        channel: this side's end.
+        watch: descriptor that becomes readable when the main process ends, or -1.
+    """
+
+    def __init__(self, channel: Channel, watch: int = -1) -> None:
+        self.channel = channel
+        self._watch = watch
+        self._aside: deque[Message] = deque()
+
+    def take(self) -> Message:
+        """The next message; waits for it."""
+        while True:
+            self._read()
+            if self._aside:
+                return self._aside.popleft()
+            self._wait()
+
+    def take_grant(self) -> Message:
+        """The answer to NEED_SPACE; whatever else arrives meanwhile is set aside in order."""
+        while True:
+            self._read()
+            for message in self._aside:
+                if message.tag == Tag.GRANT:
+                    self._aside.remove(message)
+                    return message
+            self._wait()
+
+    def _read(self) -> None:
+        try:
+            self.channel.flush()
+            while (message := self.channel.receive()) is not None:
+                if message.tag == Tag.STOP:
+                    raise _Stopped
+                self._aside.append(message)
+        except EOFError:
+            raise _Orphaned from None
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        poller.register(self.channel.fileno(), select.POLLIN | (select.POLLOUT if self.channel.backlog else 0))
+        if self._watch >= 0:
+            poller.register(self._watch, select.POLLIN)
+        if any(fd == self._watch for fd, _ in poller.poll()):
+            raise _Orphaned
+
+
+def serve(worker_id: int, job: Job | Payload | Unopened, inbox: Inbox, segment: Segment) -> None:
+    """Set up as torch sets up its workers, then answer until told to stop.
+
+    Raises:
+        _Orphaned: the main process is gone.
+    """
+    arena = Arena(segment)
+    with allocating_in(arena):
+        bench = _Bench(worker_id, inbox, arena, segment)
+        try:
+            bench.set_up(job)
+            while True:
+                bench.handle(inbox.take())
+        except _Stopped:
+            pass
+
+
+class _Bench:
+    """One worker at work."""
+
+    def __init__(self, worker_id: int, inbox: Inbox, arena: Arena, segment: Segment) -> None:
+        self._id = worker_id
+        self._inbox = inbox
+        self._arena = arena
+        self._segment = segment
+        self._interner = codec.Interner()
+        self._where = f"in DataLoader worker process {worker_id}"
+        self._fetcher: Any = None
+        self._set_up_error: ExceptionWrapper | None = None
+        self._ended = False
+        self._iterable = False
+        self._seed_batches = False
+
+    # -- setting up --------------------------------------------------------------------------------------------
+
+    def set_up(self, job: Job | Payload | Unopened) -> None:
+        """Threads, seeds, WorkerInfo, worker_init_fn, fetcher: in torch's order. What raises answers every Fill."""
+        torch.set_num_threads(1)
+        try:
+            self._job = job = job.open() if isinstance(job, Unopened) else job
+            assert isinstance(job, Job)
+            seed = seeding.seed_worker(job.base_seed, self._id)
+            torch_worker._worker_info = torch_worker.WorkerInfo(
+                id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
+            )
+            self._iterable = job.dataset_kind == _DatasetKind.Iterable
+            self._seed_batches = job.seed_batches
+            if job.worker_init_fn is not None:
+                job.worker_init_fn(self._id)
+            self._make_fetcher()
+        except Exception:
+            self._set_up_error = ExceptionWrapper(where=self._where)
+        self._send(Tag.HELLO)
+
+    def _make_fetcher(self) -> None:
+        job = self._job
+        collate_fn = self._arena.collating(job.collate_fn)
+        self._fetcher = _DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
+            job.dataset_kind, job.dataset, job.auto_collation, collate_fn, job.drop_last
+        )
+
+    # -- answering ---------------------------------------------------------------------------------------------
+
+    def handle(self, message: Message) -> None:
+        """Do what one message asks for."""
+        match message.tag:
+            case Tag.FILL:
+                self._fill(message)
+            case Tag.RESUME:
+                self._resume()
+        while self._arena.returned:
+            self._send(Tag.LET_GO, offset=self._arena.returned.popleft())
+
+    def _resume(self) -> None:
+        self._ended = False
+        if self._fetcher is None:
+            return
+        try:
+            self._make_fetcher()
+        except Exception:
+            self._set_up_error = ExceptionWrapper(where=self._where)
+
+    def _fill(self, message: Message) -> None:
+        if self._ended:
+            return  # the main process voids these itself when it reads EXHAUSTED
+        self._arena.open(message.offset, message.size)
+        encoded = self._make(message)
+        if encoded is None:
+            return
+        if len(encoded.skeleton) > INLINE_BYTES:
+            encoded.ship_skeleton()
+        offsets = codec.place(encoded, self._arena.address, self._arena.capacity, self._arena.used)
+        if offsets is not None:
+            self._answer(message, encoded, offsets)
+        else:
+            self._ask_for_space(message, encoded)
+
+    def _make(self, message: Message) -> codec.Encoded | None:
+        """Fetch, collate and take apart; the batch itself is gone when this returns."""
+        try:
+            if self._set_up_error is not None:
+                return self._fail(message, self._set_up_error)
+            data = self._fetch(message)
+        except StopIteration:
+            self._ended = True
+            self._arena.close()
+            self._send_for(message, Tag.EXHAUSTED)
+            return None
+        except Exception:
+            return self._fail(message, ExceptionWrapper(where=self._where))
+        try:
+            return codec.encode(data)
+        except Exception as error:
+            wrapped = _unpicklable(error, data, self._where)
+            del data
+            return self._fail(message, wrapped)
+
+    def _fetch(self, message: Message) -> Any:
+        if self._seed_batches:
+            seeding.seed_batch(self._job.base_seed, message.epoch, message.batch)
+        indices = codec.unpack(message.body)
+        try:
+            return self._fetcher.fetch(indices)
+        except StopIteration as error:
+            if self._iterable:
+                raise
+            # Passed on, it would end the epoch early without a word.
+            text = f"the map-style data set raised StopIteration for {_shortened(indices)}"
+            raise RuntimeError(text) from error
+
+    def _ask_for_space(self, message: Message, encoded: codec.Encoded) -> None:
+        arena = self._arena
+        self._send_for(message, Tag.NEED_SPACE, size=codec.need(encoded, arena.address, arena.used))
+        grant = self._inbox.take_grant()
+        if grant.flags & Flag.DROP:
+            encoded.drop()
+            self._send_for(message, Tag.FAILED, self._close_arena())
+        elif grant.flags & Flag.NOTHING:
+            file, offsets = _in_file(encoded)
+            self._answer(message, encoded, offsets, Flag.IN_FILE, file)
+        else:
+            there = codec.place(encoded, self._segment.address + grant.offset, grant.size)
+            assert there is not None, "the grant is as large as was asked for"
+            self._answer(message, encoded, there)
+
+    def _answer(
+        self, message: Message, encoded: codec.Encoded, offsets: list[int], flags: Flag = Flag.NONE, file: int = -1
+    ) -> None:
+        """Say that the batch is there, its regions at ``offsets``."""
+        layout = encoded.layout(offsets)
+        offset, size = (offsets[-1], encoded.regions[-1].nbytes) if not layout.skeleton else (0, 0)
+        # Before the arena is closed, or the batch would count as kept by its own sender.
+        encoded.drop()
+        flags |= self._close_arena() | (Flag.IN_RANGE if size else Flag.NONE)
+        body = layout.to_bytes()
+        number, new = (None, False) if size else self._interner.number(body)
+        if new:
+            flags |= Flag.DEFINE
+        elif number is not None:
+            body = b""
+        layout_number = NO_LAYOUT if number is None else number
+        self._send_for(message, Tag.FILLED, flags, layout_number, offset=offset, size=size, body=body, fd=file)
+
+    def _close_arena(self) -> Flag:
+        return Flag.KEPT if self._arena.close() else Flag.NONE
+
+    def _fail(self, message: Message, error: ExceptionWrapper) -> None:
+        try:
+            wrapped = pickle.dumps(error)
+        except Exception:
+            # A class that cannot be found by its name; torch falls back to RuntimeError where it cannot build one.
+            wrapped = b""
+        body = codec.pack((wrapped, error.exc_type.__name__, error.exc_msg, error.where))
+        self._send_for(message, Tag.FAILED, self._close_arena(), body=body)
+
+    def _send_for(
+        self,
+        message: Message,
+        tag: Tag,
+        flags: Flag = Flag.NONE,
+        layout: int = NO_LAYOUT,
+        *,
+        offset: int = 0,
+        size: int = 0,
+        body: bytes = b"",
+        fd: int = -1,
+    ) -> None:
+        self._send(tag, flags, layout, message.epoch, message.batch, offset, size, body, fd)
+
+    def _send(
+        self,
+        tag: Tag,
+        flags: Flag = Flag.NONE,
+        layout: int = NO_LAYOUT,
+        epoch: int = 0,
+        batch: int = 0,
+        offset: int = 0,
+        size: int = 0,
+        body: bytes = b"",
+        fd: int = -1,
+    ) -> None:
+        try:
+            self._inbox.channel.send(tag, flags, layout, epoch, batch, offset, size, body, fd)
+        except EOFError:
+            raise _Orphaned from None
+
+
+def _unpicklable(error: Exception, data: Any, where: str) -> ExceptionWrapper:
+    """The error of a batch that cannot be sent, saying which part of it."""
+    try:
+        text = f"{codec.locate(data)} cannot be sent to the main process: {error}"
+        raise UnpicklableBatchError(text) from error
+    except UnpicklableBatchError:
+        return ExceptionWrapper(where=where)
+
+
+def _in_file(encoded: codec.Encoded) -> tuple[int, list[int]]:
+    """The batch in an anonymous file of its own, for when the pool has no room for it."""
+    nbytes = max(codec.need(encoded), 1)
+    file = os.memfd_create("shmloader-batch", os.MFD_CLOEXEC)
+    os.posix_fallocate(file, 0, nbytes)
+    with mmap.mmap(file, nbytes, mmap.MAP_SHARED) as pages:
+        offsets = codec.place(encoded, address_of(pages), nbytes)
+    assert offsets is not None
+    return file, offsets
+
+
+def _shortened(indices: Any) -> str:
+    text = f"indices {indices}"
+    return text if len(text) < 200 else text[:200] + "…"
