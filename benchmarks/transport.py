@@ -20,7 +20,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +172,7 @@ def run_case(name: str, rounds: int, seconds: float, workers: int, start_method:
 
 def median(rates: Sequence[Rate]) -> Rate:
     """The median of each figure by itself."""
-    return Rate(
-        statistics.median(rate.batches_per_s for rate in rates), statistics.median(rate.gb_per_s for rate in rates)
-    )
+    return Rate(*(statistics.median(figures) for figures in zip(*(astuple(rate) for rate in rates))))
 
 
 HEADER = ("case", "torch /s", "GB/s", "no workers /s", "GB/s", "shmloader /s", "GB/s", "x torch", "x no workers")
@@ -201,6 +199,7 @@ def machine_facts() -> dict[str, Any]:
     """What the figures depend on besides the code."""
     return {
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),  # of the minute before: above 0.5 others are being measured as well
         "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -49,6 +49,14 @@ class Terms:
     record: Record
 
 
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one ``next()`` comes to."""
+
+    data: Any = None
+    error: BaseException | None = None
+
+
 class ShmIter(_MultiProcessingDataLoaderIter):
     """The multi-process iterator: a subclass of torch's by name, of which only the base class's code is used.
 
@@ -87,7 +95,9 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         terms = self._terms
         self._pool = terms.lender.lend()
         try:
-            self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, self._job(loader), self._pool.segment)
+            self._crew = Crew(
+                loader.multiprocessing_context or torch.multiprocessing, self._job(loader), self._pool.segment
+            )
         except BaseException:
             terms.lender.take_back(self._pool)
             raise
@@ -104,7 +114,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             collate_fn=self._collate_fn,
             drop_last=self._drop_last,
             worker_init_fn=loader.worker_init_fn,
-            base_seed=self._base_seed,
+            base_seed=int(self._base_seed),
             num_workers=self._num_workers,
             seed_batches=self._terms.seed_batches,
         )
@@ -125,10 +135,12 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._workers_status = [True] * self._num_workers  # whether a worker still has data in this epoch
         self._workers_num_tasks = [0] * self._num_workers
         self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
+        self._length_called = loader._IterableDataset_len_called is not None
+        self._withheld: _Outcome | None = None
         self._note_record()
-        self._unsettled = False
         for _ in range(self._prefetch_factor * self._num_workers):
             self._try_put_index()
+        self._settle()
 
     def _note_record(self) -> None:
         record, ledger = self._terms.record, weakref.ref(self._pool.ledger)
@@ -136,7 +148,9 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         record.slots = lambda: found.summary() if (found := ledger()) is not None else {}
 
     def __next__(self) -> Any:
-        if self._IterableDataset_len_called is not None or torch.autograd._profiler_enabled():
+        # torch's own counts against the length that the data set gave, and opens a range for the profiler, which
+        # takes longer than fetching a small batch even when there is none.
+        if self._length_called or torch._C._autograd._profiler_enabled():
             return super().__next__()
         data = self._next_data()
         self._num_yielded += 1
@@ -145,7 +159,17 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _next_data(self) -> Any:
         if self._unsettled or self._fatal or self._shutdown:
             self._check_usable(delivering=True)
-        outermost, _pumping.busy = not getattr(_pumping, "busy", False), True
+        outcome, self._unsettled = self._withheld or self._next_outcome(), True
+        self._withheld = None
+        # From here to the return nothing is called, so no signal handler can come in between and lose the batch.
+        self._unsettled = False
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.data
+
+    def _next_outcome(self) -> _Outcome:
+        outermost = not getattr(_pumping, "busy", False)
+        _pumping.busy = True
         self._unsettled = True
         try:
             while True:
@@ -182,33 +206,42 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             return next((batch for batch, task in tasks.items() if not task.answered), -1)
         return next(iter(tasks), -1)
 
-    def _hand_over(self, task: Task) -> Any:
+    def _hand_over(self, task: Task) -> _Outcome:
         self._workers_num_tasks[task.worker.id] -= 1
+        outcome = _Outcome(error=self._pump.fail(task)) if task.error is not None else self._deliver(task)
+        self._pump.serve_needs(self._lowest())
+        # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile. Should the sampler
+        # raise, the batch is not lost with it: the next call delivers it.
+        self._withheld = outcome
+        self._try_put_index()
+        return outcome
+
+    def _deliver(self, task: Task) -> _Outcome:
+        data = self._pump.deliver(task)
+        if not self._pin_memory:
+            return _Outcome(data)
         try:
-            data = self._pump.deliver(task)
-            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-        finally:
-            # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile.
-            self._pump.serve_needs(self._lowest())
-            self._settle()
-            self._try_put_index()
+            return _Outcome(pin_memory(data, self._pin_memory_device))
+        except Exception as error:  # a batch's own pin_memory() may raise anything
+            return _Outcome(error=error)
 
     # -- out ---------------------------------------------------------------------------------------------------
 
     def _try_put_index(self) -> None:
         """Pull one batch of indices and assign it; the sampler is never asked for more than that."""
+        self._settle()  # what the user's sampler raises is theirs
         try:
-            indices = self._next_index()
+            indices = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
+            self._unsettled = True
             return
+        self._unsettled = True
         worker_id = self._least_busy() if self._dynamic else self._next_in_turn()
         if worker_id is None:
             return
-        self._unsettled = True
         self._pump.assign(self._send_idx, self._crew.workers[worker_id], indices)
         self._workers_num_tasks[worker_id] += 1
         self._send_idx += 1
-        self._unsettled = False
 
     def _next_in_turn(self) -> int | None:
         """torch's rule: round robin over the workers that still have data; out of order only those with capacity."""
@@ -220,7 +253,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def _has_capacity(self, worker_id: int) -> bool:
         most = self._prefetch_factor * self._num_workers
-        return self._workers_num_tasks[worker_id] < most // sum(self._workers_status)
+        return bool(self._workers_num_tasks[worker_id] < most // sum(self._workers_status))
 
     def _least_busy(self) -> int:
         owing = [0] * self._num_workers
@@ -266,7 +299,6 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             if not self._persistent_workers:
                 self._crew.dismiss(worker)
             self._try_put_index()
-            self._unsettled = True
 
     def _die(self, worker: Worker) -> NoReturn:
         held = [task for task in self._pump.tasks.values() if task.worker is worker and not task.answered]
@@ -277,6 +309,11 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         raise WorkerDiedError(text)
 
     # -- usable or not -----------------------------------------------------------------------------------------
+
+    @property
+    def spent(self) -> bool:
+        """Whether this iterator can begin no other epoch."""
+        return self._shutdown or self._unsettled or self._fatal is not None
 
     def _settle(self) -> None:
         """Between two steps: an exception may leave from here without anything being lost."""
@@ -304,7 +341,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._shutdown = True
         self._crew.stop()
         self._pool.abandon()
-        self._terms.lender.take_back(self._pool)
+        # A step that was cut short may have left a slot in a state that nothing will ever end.
+        self._terms.lender.take_back(self._pool, reusable=not self._unsettled)
 
     def __del__(self) -> None:
         if getattr(self, "_shutdown", True):
@@ -347,7 +385,7 @@ class InProcessIter(_SingleProcessDataLoaderIter):
     def _next_data(self) -> Any:
         started = time.perf_counter()
         try:
-            data = self._fetch() if self._seed_batches else super()._next_data()
+            data = self._fetch() if self._seed_batches else super()._next_data()  # type: ignore[no-untyped-call]
         finally:
             self._counts.wait_s += time.perf_counter() - started
         self._counts.batches += 1
@@ -356,8 +394,8 @@ class InProcessIter(_SingleProcessDataLoaderIter):
     def _fetch(self) -> Any:
         # The sampler draws from the training process's generators as ever; only the fetch is set apart, or dropout
         # masks would repeat with every batch.
-        indices = self._next_index()
+        indices = self._next_index()  # type: ignore[no-untyped-call]
         with seeding.isolated():
-            seeding.seed_batch(self._base_seed, 0, self._num_yielded)
+            seeding.seed_batch(int(self._base_seed), 0, self._num_yielded)
             data = self._dataset_fetcher.fetch(indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data

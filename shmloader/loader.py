@@ -121,8 +121,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # -- iterating ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> _BaseDataLoaderIter:
-        if isinstance(self._iterator, ShmIter) and self._iterator._shutdown:
-            self._iterator = None  # closed, or broken by a dead worker: start afresh
+        if isinstance(self._iterator, ShmIter) and self._iterator.spent:
+            # Closed, broken off in the middle of a step, or a worker died: start afresh.
+            self._iterator._shutdown_workers()
+            self._iterator = None
         return super().__iter__()
 
     def _get_iterator(self) -> _BaseDataLoaderIter:

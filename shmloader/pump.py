@@ -12,14 +12,16 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from torch._utils import ExceptionWrapper
 
 from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning
 from shmloader.memory import codec
+from shmloader.memory.layout import Layout
 from shmloader.memory.pool import Pool, private_buffer
+from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import MARGIN_BYTES
 from shmloader.memory.slots import Slot
 from shmloader.stats import Counts
@@ -46,7 +48,7 @@ class Task:
     moved_from: Slot | None = None
     #: Bytes that the worker asked for and waits for; 0: it does not wait.
     needs: int = 0
-    layout: codec.Layout | None = None
+    layout: Layout | None = None
     #: Private memory that holds the batch, where it does not lie in the slot.
     buffer: Any = None
     error: BaseException | ExceptionWrapper | None = None
@@ -122,9 +124,7 @@ class Pump:
         if task.slot is not None:
             self.pool.ledger.apply(task.slot, SlotEvent.GRANT)
         task.moved_from, task.slot = task.slot, slot
-        task.worker.send(
-            Tag.GRANT, epoch=task.epoch, batch=task.batch, offset=slot.offset, size=slot.capacity
-        )
+        task.worker.send(Tag.GRANT, epoch=task.epoch, batch=task.batch, offset=slot.offset, size=slot.capacity)
 
     def _make_room(self, task: Task) -> Slot | None:
         """Copy answered batches out of the pool until the one that everybody waits for fits."""
@@ -175,7 +175,7 @@ class Pump:
         else:
             self._note_failed(task, message)
         if wanted:
-            return task
+            return task if message.body or message.tag == Tag.FILLED else None
         self._discard(task)
         return None
 
@@ -198,7 +198,7 @@ class Pump:
         return None
 
     def _drop(self, task: Task) -> None:
-        """Nobody wants the batch of a worker that waits for space; its answer, which only frees slots, is still owed."""
+        """Nobody wants the batch of a worker that waits for space; the answer that it owes only frees slots."""
         task.worker.send(Tag.GRANT, Flag.DROP, epoch=task.epoch, batch=task.batch)
 
     def _note_filled(self, task: Task, message: Message) -> None:
@@ -225,11 +225,11 @@ class Pump:
             self._leave(task.slot, SlotEvent.DISCARD)
             task.slot = None
 
-    def _layout(self, task: Task, message: Message) -> codec.Layout:
+    def _layout(self, task: Task, message: Message) -> Layout:
         known = task.worker.layouts
         if message.layout != NO_LAYOUT and not message.flags & Flag.DEFINE:
             return known[message.layout]
-        layout = codec.Layout.from_bytes(message.body)
+        layout = Layout.from_bytes(message.body)
         if message.flags & Flag.DEFINE:
             known[message.layout] = layout
         if message.flags & Flag.IN_RANGE:
@@ -238,7 +238,7 @@ class Pump:
                 skeleton = self.pool.read(task.slot, start, message.size)
             else:
                 skeleton = bytes(memoryview(task.buffer)[start:end])
-            layout = codec.Layout(skeleton, layout.spans)
+            layout = Layout(skeleton, layout.spans)
         return layout
 
     def _note_failed(self, task: Task, message: Message) -> None:
@@ -262,14 +262,7 @@ class Pump:
     # -- delivering --------------------------------------------------------------------------------------------
 
     def deliver(self, task: Task) -> Any:
-        """The batch, built where it lies.
-
-        Raises:
-            Exception: what the data set, the collate function or the codec raised for it.
-        """
-        del self.tasks[task.batch]
-        if task.error is not None:
-            _raise(task)
+        """The batch of an answered task without an error, built where it lies."""
         layout = task.layout
         assert layout is not None
         if task.slot is not None and (self._copy or not self.pool.ledger.circulates_without(task.slot)):
@@ -280,14 +273,29 @@ class Pump:
                     "memory, which is slower; raise memory_limit or slots, or hold fewer batches",
                 )
             self._copy_out(task)
+        data = self.pool.lend_batch(task.slot, layout) if task.slot else decode(layout, task.buffer)
+        del self.tasks[task.batch]
         self.counts.batches += 1
         self.counts.bytes += layout.nbytes
-        if task.slot is not None:
-            return self.pool.lend_batch(task.slot, layout)
-        return codec.decode(layout, task.buffer)
+        return data
+
+    def fail(self, task: Task) -> BaseException:
+        """The error of an answered task, as torch would raise it, with a note that says which batch it was."""
+        del self.tasks[task.batch]
+        try:
+            if isinstance(task.error, ExceptionWrapper):
+                _reraise(task.error)
+            assert isinstance(task.error, BaseException)
+            error = task.error
+        except Exception as raised:
+            error = raised
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"shmloader: this was {task.name()}")
+        return error
 
     def _copy_out(self, task: Task) -> None:
-        assert task.slot is not None and task.layout is not None
+        assert task.slot is not None
+        assert task.layout is not None
         task.buffer = self.pool.copy_batch(task.slot, task.layout)
         self._leave(task.slot, SlotEvent.COPY_OUT)
         task.slot = None
@@ -346,19 +354,6 @@ def _wrapper(wrapped: bytes, name: str, text: str, where: str) -> BaseException 
         return wrapper
     except Exception:
         return RuntimeError(f"Caught {name} {where}.\nOriginal {text}")
-
-
-def _raise(task: Task) -> NoReturn:
-    """Raise a task's error as torch would, with a note that says which batch it was."""
-    try:
-        if isinstance(task.error, ExceptionWrapper):
-            _reraise(task.error)
-        assert isinstance(task.error, BaseException)
-        raise task.error
-    except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"shmloader: this was {task.name()}")
-        raise
 
 
 def _reraise(wrapper: ExceptionWrapper) -> None:

@@ -15,12 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 PATIENCE_S = 2.0  # for workers told to stop, feeder threads and finalizers
 PAUSE_S = 0.02  # between two looks
 FAILED = pytest.StashKey[bool]()
 HELPERS = ("multiprocessing.forkserver import main", "multiprocessing.resource_tracker import main")
 READS_PROC = sys.platform.startswith("linux")
+
+# The same examples at every run, and no verdict that depends on how fast the machine is just now.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.load_profile("repeatable")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, TypeAlias
+from statistics import median, quantiles
+from typing import TypeAlias
 
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
@@ -20,7 +20,8 @@ Loader: TypeAlias = TorchLoader[Pair]
 
 OURS, THEIRS = "shmloader", "torch"
 KINDS: dict[str, Callable[..., Loader]] = {THEIRS: TorchLoader, OURS: DataLoader}
-SAMPLE_EVERY = 10  # batches between two looks at the memory; a look costs milliseconds
+PREFETCH = 2  # batches that each worker is given ahead of need
+LOOK_EVERY = 10  # batches between two looks at the memory; a look costs milliseconds
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Race:
     torch_batches_per_s: float  # median
     shmloader_batches_per_s: float  # median
     ratio: float  # median of the rounds' own ratios, above 1 where ours is faster
+    ratio_low: float  # half of the rounds lie between these two
+    ratio_high: float
 
 
 @dataclass(frozen=True)
@@ -44,41 +47,46 @@ class Holding:
     descriptors: int  # in the training process, above what there was before the loader
 
 
-def race(dataset: Dataset[Pair], batch_size: int, workers: int, rounds: int) -> Race:
-    """Times both loaders over the whole dataset, one after the other, `rounds` times."""
-    spent: dict[str, list[float]] = {name: [] for name in KINDS}
+def race(pairs: Callable[[int], Dataset[Pair]], batch_size: int, workers: int, batches: int, rounds: int) -> Race:
+    """Times both loaders, one after the other, `rounds` times over `batches` batches.
+
+    Rounds are short and many: what else the machine does comes in bursts, which should hit both alike.
+    `pairs(count)` makes the dataset; it is asked for the batches of the warm-up as well.
+    """
+    dataset = pairs(batch_size * (batches + PREFETCH * workers))
+    spent: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with _loader(THEIRS, dataset, batch_size, workers) as theirs, _loader(OURS, dataset, batch_size, workers) as ours:
-        loaders = {THEIRS: theirs, OURS: ours}
-        for loader in loaders.values():
+        for loader in (theirs, ours):
             batch_bytes = _drain(loader)  # starts the workers and warms every cache; not counted
         for _ in range(rounds):
-            for name, loader in loaders.items():
-                spent[name].append(_seconds_per_batch(loader))
-    ratios = [slow / fast for slow, fast in zip(spent[THEIRS], spent[OURS])]
-    rates = {name: 1 / median(seconds) for name, seconds in spent.items()}
-    return Race(batch_bytes, rounds, rates[THEIRS], rates[OURS], median(ratios))
+            for kind, loader in ((THEIRS, theirs), (OURS, ours)):
+                spent[kind].append(_seconds_per_batch(loader))
+    low, middle, high = quantiles((their_s / our_s for their_s, our_s in zip(spent[THEIRS], spent[OURS])), n=4)
+    return Race(batch_bytes, rounds, 1 / median(spent[THEIRS]), 1 / median(spent[OURS]), middle, low, high)
 
 
 def hold(kind: str, dataset: Dataset[Pair], batch_size: int, workers: int) -> Holding:
-    """Keeps every batch of the dataset and looks at the process tree now and then."""
+    """Reads and keeps every batch of the dataset, and looks at the process tree now and then."""
     gc.collect()
-    memory_before, descriptors_before = footprint.tree_bytes(), footprint.descriptors()
+    bytes_before, descriptors_before = footprint.tree_bytes(), footprint.descriptors()
     kept: list[Pair] = []
     peak_bytes = 0
     with _loader(kind, dataset, batch_size, workers) as loader:
         for batch in loader:
+            _read(batch)
             kept.append(batch)
-            if len(kept) % SAMPLE_EVERY == 0:
+            if len(kept) % LOOK_EVERY == 0:
                 peak_bytes = max(peak_bytes, footprint.tree_bytes())
         descriptors = footprint.descriptors()
-    return Holding(len(kept), _nbytes(kept[0]), peak_bytes - memory_before, descriptors - descriptors_before)
+    return Holding(len(kept), _nbytes(kept[0]), peak_bytes - bytes_before, descriptors - descriptors_before)
 
 
 @contextmanager
 def _loader(kind: str, dataset: Dataset[Pair], batch_size: int, workers: int) -> Iterator[Loader]:
     """A loader whose workers live from round to round and are gone afterwards."""
-    arguments: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers, "persistent_workers": True}
-    loader = KINDS[kind](dataset, **arguments)
+    loader = KINDS[kind](
+        dataset, batch_size=batch_size, num_workers=workers, prefetch_factor=PREFETCH, persistent_workers=True
+    )
     try:
         yield loader
     finally:
@@ -97,13 +105,19 @@ def _drain(loader: Loader) -> int:
 
 
 def _seconds_per_batch(loader: Loader) -> float:
-    """Over one epoch, less the batches that the workers are given at once before the first is asked for."""
+    """Over one epoch, less the batches that the workers are given before the first is asked for."""
     batches = iter(loader)
-    for _ in range(loader.num_workers * (loader.prefetch_factor or 1)):
+    for _ in range(PREFETCH * loader.num_workers):
         next(batches)
     start = time.perf_counter()
     count = sum(1 for _ in batches)
     return (time.perf_counter() - start) / count
+
+
+def _read(batch: Pair) -> None:
+    """Looks at every byte, as a training step does: shared pages that nobody has looked at appear in no process."""
+    for tensor in batch:
+        tensor.max()
 
 
 def _nbytes(batch: Pair) -> int:

@@ -2,7 +2,9 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from statistics import fmean, median
 from typing import Literal
 
@@ -14,12 +16,13 @@ from torch.utils.data import default_collate
 
 from shmloader import DataLoader, PairedDataset
 from shmloader.cli import footprint
-from shmloader.cli.comparison import KINDS, Holding, Race, hold, race
+from shmloader.cli.comparison import KINDS, Holding, hold, race
 from shmloader.cli.figures import Figures, Restored, Training
 from shmloader.cli.photographs import HELD_OUT, TRAINING, Clean, Degraded, Patches, Rows, Views, WholePhotographs
 from shmloader.cli.readout import show
 from shmloader.cli.restorer import Restorer, Trainer, psnr_db, restore
 
+BATCHES_OF_WORK = 7  # made without a loader, to tell what the work itself costs
 REFRESH_S = 0.1  # between two drawings of the progress bar
 
 
@@ -31,7 +34,7 @@ class Scale:
     patches: int  # training pairs, read once an epoch
     degradations: int  # of each held-out photograph
     rounds: int  # of each race
-    job_pairs: int  # the job's pairs in one round
+    job_batches: int  # in one round
     decoded_batches: int  # in one round
     decoded_batch_size: int = 256
     decoded_pairs: int = 1024  # that lie in memory
@@ -39,8 +42,8 @@ class Scale:
     kept_batch_size: int = 32
 
 
-FULL = Scale(epochs=4, patches=2048, degradations=3, rounds=5, job_pairs=1024, decoded_batches=150)
-QUICK = Scale(epochs=1, patches=1024, degradations=1, rounds=3, job_pairs=256, decoded_batches=50)
+FULL = Scale(epochs=4, patches=2048, degradations=3, rounds=15, job_batches=32, decoded_batches=24)
+QUICK = Scale(epochs=1, patches=1024, degradations=1, rounds=5, job_batches=24, decoded_batches=16)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def run(settings: Settings, console: Console) -> Figures:
     _leave_cores_to_the_workers()
     torch.manual_seed(settings.seed)
     model = Restorer()
-    console.print(f"training on {', '.join(TRAINING)}\nholding out {', '.join(HELD_OUT)}")
+    console.print(f"training on {_list(TRAINING)}\nholding out {_list(HELD_OUT)}", soft_wrap=True)
     with _training_loader(settings) as loader:
         workers = max(1, int(loader.num_workers))
         training = train(model, loader, settings, console)
@@ -76,19 +79,19 @@ def pairs_of(views: Views, seed: int) -> PairedDataset:
     return PairedDataset(Degraded(views, seed), Clean(views))
 
 
-def train(
-    model: Restorer, loader: DataLoader[tuple[Tensor, Tensor]], settings: Settings, console: Console
-) -> Training:
+def train(model: Restorer, loader: DataLoader[tuple[Tensor, Tensor]], settings: Settings, console: Console) -> Training:
     """Trains until the epochs or the seconds are spent, whichever comes first."""
     epochs = settings.epochs or settings.scale.epochs
-    clock = _Clock(epochs * len(loader), settings.seconds)
     trainer = Trainer(model)
+    clock = _Clock(epochs * len(loader), settings.seconds)
     waited_s = 0.0
     with _Bar(console) as bar:
         while (progress := clock.progress(trainer.steps)) < 1:
             for degraded, clean in loader:
-                bar.show(progress, trainer.step(degraded, clean, progress))
-                if (progress := clock.progress(trainer.steps)) >= 1:
+                loss = trainer.step(degraded, clean, progress)
+                progress = clock.progress(trainer.steps)
+                bar.show(progress, loss)
+                if progress >= 1:
                     break
             waited_s += loader.stats().wait_s
     stats = loader.stats()
@@ -117,6 +120,10 @@ def _training_loader(settings: Settings) -> DataLoader[tuple[Tensor, Tensor]]:
     )
 
 
+def _list(photographs: Sequence[str]) -> str:
+    return ", ".join(PurePath(name).stem for name in photographs)
+
+
 def _leave_cores_to_the_workers() -> None:
     """Half of the compute threads stay.
 
@@ -127,8 +134,15 @@ def _leave_cores_to_the_workers() -> None:
 
 def _compare(settings: Settings, workers: int, training: Training, held_out: tuple[Restored, ...]) -> Figures:
     scale = settings.scale
-    job = pairs_of(Patches(TRAINING, scale.job_pairs, settings.seed), settings.seed)
     images = _decoded(settings, workers)
+
+    def job(count: int) -> PairedDataset:
+        return pairs_of(Patches(TRAINING, count, settings.seed), settings.seed)
+
+    def rows(count: int) -> PairedDataset:
+        degraded, clean = images
+        return PairedDataset(Rows(degraded, count), Rows(clean, count))
+
     return Figures(
         seed=settings.seed,
         batch_size=settings.batch_size,
@@ -136,43 +150,33 @@ def _compare(settings: Settings, workers: int, training: Training, held_out: tup
         compute_threads=torch.get_num_threads(),
         training=training,
         held_out=held_out,
-        batch_work_s=_batch_work_s(job, settings.batch_size),
-        job=race(job, settings.batch_size, workers, scale.rounds),
-        decoded=_race_decoded(images, scale, workers),
-        held=_hold_decoded(images, scale, workers) if footprint.readable() else None,
+        batch_work_s=_batch_work_s(job(BATCHES_OF_WORK * settings.batch_size), settings.batch_size),
+        job=race(job, settings.batch_size, workers, scale.job_batches, scale.rounds),
+        decoded=race(rows, scale.decoded_batch_size, workers, scale.decoded_batches, scale.rounds),
+        held=_hold_both(rows(scale.kept_batches * scale.kept_batch_size), scale.kept_batch_size, workers),
     )
 
 
 def _decoded(settings: Settings, workers: int) -> tuple[Tensor, Tensor]:
     """The job's first pairs as they come from the workers: two (n, 3, PATCH, PATCH) uint8 tensors."""
-    count = settings.scale.decoded_pairs
-    pairs = pairs_of(Patches(TRAINING, count, settings.seed), settings.seed)
-    with DataLoader(pairs, batch_size=count // workers, num_workers=workers) as loader:
+    pairs = pairs_of(Patches(TRAINING, settings.scale.decoded_pairs, settings.seed), settings.seed)
+    with DataLoader(pairs, batch_size=settings.batch_size, num_workers=workers) as loader:
         degraded, clean = zip(*loader)
         return torch.cat(degraded), torch.cat(clean)
 
 
-def _rows(images: tuple[Tensor, Tensor], count: int) -> PairedDataset:
-    degraded, clean = images
-    return PairedDataset(Rows(degraded, count), Rows(clean, count))
+def _hold_both(pairs: PairedDataset, batch_size: int, workers: int) -> dict[str, Holding] | None:
+    if not footprint.readable():
+        return None
+    return {kind: hold(kind, pairs, batch_size, workers) for kind in KINDS}
 
 
-def _race_decoded(images: tuple[Tensor, Tensor], scale: Scale, workers: int) -> Race:
-    pairs = _rows(images, scale.decoded_batches * scale.decoded_batch_size)
-    return race(pairs, scale.decoded_batch_size, workers, scale.rounds)
-
-
-def _hold_decoded(images: tuple[Tensor, Tensor], scale: Scale, workers: int) -> dict[str, Holding]:
-    pairs = _rows(images, scale.kept_batches * scale.kept_batch_size)
-    return {kind: hold(kind, pairs, scale.kept_batch_size, workers) for kind in KINDS}
-
-
-def _batch_work_s(pairs: PairedDataset, batch_size: int, tries: int = 7) -> float:
-    """Seconds that one batch costs whoever makes it, without a loader: median of some batches."""
+def _batch_work_s(pairs: PairedDataset, batch_size: int) -> float:
+    """Seconds that one batch costs whoever makes it, without a loader: median over the dataset."""
     seconds = []
-    for first in range(0, tries * batch_size, batch_size):
+    for first in range(0, len(pairs), batch_size):
         start = time.perf_counter()
-        default_collate([pairs[index % len(pairs)] for index in range(first, first + batch_size)])
+        default_collate([pairs[index] for index in range(first, first + batch_size)])
         seconds.append(time.perf_counter() - start)
     return median(seconds)
 

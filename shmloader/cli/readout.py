@@ -6,23 +6,23 @@ from rich.table import Table
 from shmloader.cli.comparison import OURS, THEIRS, Holding, Race
 from shmloader.cli.figures import Figures, Training
 
-NOISE = 0.1  # ratios this close to 1 are called equal: rounds of a busy machine differ by as much
+EQUAL_WITHIN = 0.1  # of 1: rounds of a machine that does other things too differ by as much
 
 
 def show(figures: Figures, console: Console) -> None:
     """Prints the training, the restored photographs and the three comparisons."""
-    console.print(_training(figures.training))
+    console.print(_training(figures.training), soft_wrap=True)
     console.print(_photographs(figures))
     console.print(f"\n[bold]torch's loader beside ours[/], {figures.workers} workers, medians of alternating rounds")
     for line in _comparisons(figures):
-        console.print(line)
+        console.print(line, soft_wrap=True)
 
 
 def _training(training: Training) -> str:
     waited = 100 * training.waited_s / training.seconds
     return (
-        f"{training.steps} steps in {training.seconds:.1f} s, {waited:.1f} % of it waiting for batches; "
-        f"pool {_size(training.pool_bytes)}, {training.private_copies} private copies"
+        f"{training.steps} steps in {training.seconds:.1f} s, waiting for batches {waited:.1f} % of it\n"
+        f"pool of {_size(training.pool_bytes)}, {training.private_copies} batches copied out of it"
     )
 
 
@@ -42,38 +42,44 @@ def _add_row(table: Table, name: str, degraded_db: float, restored_db: float) ->
 
 
 def _comparisons(figures: Figures) -> list[str]:
+    work = f"{1000 * figures.batch_work_s:.1f} ms"
     return [
-        f"1 this job       {_speeds(figures.job)}: {_verdict(figures.job.ratio)}; blur, noise and JPEG keep a worker "
-        f"busy for {1000 * figures.batch_work_s:.1f} ms a batch ({_size(figures.job.batch_bytes)}), "
-        "and no loader can shorten that",
-        f"2 decoded uint8  {_speeds(figures.decoded)}: {_verdict(figures.decoded.ratio)}; nothing is computed, "
-        f"so what counts is how a batch of {_size(figures.decoded.batch_bytes)} crosses",
-        _holdings(figures.held),
+        f"1 this job       {_speeds(figures.job)}",
+        f"                 blur, noise and JPEG cost a worker {work} a batch with either",
+        f"2 decoded uint8  {_speeds(figures.decoded)}",
+        f"                 nothing to compute: it counts how {_size(figures.decoded.batch_bytes)} a batch cross",
+        *_holdings(figures.held),
     ]
 
 
 def _speeds(race: Race) -> str:
-    return f"torch {race.torch_batches_per_s:.0f}/s, shmloader {race.shmloader_batches_per_s:.0f}/s"
+    rates = f"torch {race.torch_batches_per_s:.0f}/s, shmloader {race.shmloader_batches_per_s:.0f}/s"
+    return f"{rates}: [bold]{race.ratio:.2f}x[/], {verdict(race)}"
 
 
-def _verdict(ratio: float) -> str:
-    if abs(ratio - 1) <= NOISE:
-        return f"[bold]{ratio:.2f}x[/], about equal"
-    return f"[bold]{ratio:.2f}x[/], ours is {'faster' if ratio > 1 else 'slower'}"
+def verdict(race: Race) -> str:
+    """What the ratio of a race allows to say."""
+    if abs(race.ratio - 1) <= EQUAL_WITHIN:
+        return "about equal"
+    if race.ratio_low <= 1 <= race.ratio_high:
+        return "the rounds differ too much to tell"
+    return "ours is faster" if race.ratio > 1 else "ours is slower"
 
 
-def _holdings(held: dict[str, Holding] | None) -> str:
+def _holdings(held: dict[str, Holding] | None) -> list[str]:
     if held is None:
-        return "3 batches kept   not measured: this system has no /proc/self/smaps_rollup"
+        return ["3 batches kept   not measured: this system has no /proc/self/smaps_rollup"]
     theirs, ours = held[THEIRS], held[OURS]
-    return (
-        f"3 batches kept   {ours.batches} of {_size(ours.batch_bytes)}: torch {_held(theirs)}, shmloader {_held(ours)}"
-    )
+    return [
+        f"3 batches kept   {ours.batches} of {_size(ours.batch_bytes)}: what the loader adds to the process tree",
+        f"                 torch {_held(theirs)}; shmloader {_held(ours)}",
+    ]
 
 
 def _held(holding: Holding) -> str:
-    return f"{_size(holding.peak_bytes)} more memory and {holding.descriptors} more descriptors"
+    return f"{_size(holding.peak_bytes)}, {holding.descriptors} descriptors"
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
+    mebibytes = nbytes / 2**20
+    return f"{mebibytes:.0f} MiB" if mebibytes >= 10 else f"{mebibytes:.1f} MiB"

@@ -1,6 +1,7 @@
 """The restorer: a small convolutional network that takes blur, noise and JPEG blocks out of an image."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class Restorer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [12, *[WIDTH] * (LAYERS - 1), 12]
-        convolutions = [nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, widths[1:])]
+        convolutions = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths)]
         for convolution in convolutions:
             _initialise(convolution)
         with torch.no_grad():
@@ -57,7 +58,7 @@ class Trainer:
         self._set_rate(progress)
         loss = functional.l1_loss(self.model(to_unit(degraded)), to_unit(clean))
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
+        loss.backward()
         self._optimizer.step()
         self.steps += 1
         return loss.item()

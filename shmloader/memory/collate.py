@@ -3,8 +3,8 @@
 In a worker, ``default_collate`` (and PyG's, tensordict's, and most custom collates built on it) get the memory of their
 output from ``UntypedStorage._new_shared``. While the *final* collate function runs, that allocation comes out of the
 granted range, so torch's own code stacks the samples right where the training loop will read them. At any other time,
-and when the range is full, it is ordinary private memory: never a file in ``/dev/shm``, which may be tiny, and never the
-range for the data set itself, which may cache what it collates.
+and when the range is full, it is ordinary private memory: never a file in ``/dev/shm``, which may be tiny, and never
+the range for the data set itself, which may cache what it collates.
 """
 
 from __future__ import annotations
@@ -86,14 +86,13 @@ class Arena:
 @contextmanager
 def allocating_in(arena: Arena) -> Iterator[None]:
     """Let ``arena`` provide what torch would allocate in shared memory for the CPU."""
-    original = torch.UntypedStorage._new_shared
+    original: Callable[..., torch.UntypedStorage] = torch.UntypedStorage._new_shared
 
     def new_shared(size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
-        if torch.device(device).type != "cpu":
-            return original(size, device=device)
-        return arena.allocate(size)
+        kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+        return arena.allocate(size) if kind == "cpu" else original(size, device=device)
 
-    torch.UntypedStorage._new_shared = staticmethod(new_shared)  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage._new_shared = staticmethod(new_shared)  # type: ignore[method-assign]
     try:
         yield
     finally:

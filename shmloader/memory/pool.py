@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.memory.codec import ALIGN_BYTES, Layout, decode
+from shmloader.memory.codec import ALIGN_BYTES
+from shmloader.memory.layout import Layout
 from shmloader.memory.lease import lease
+from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import Segment
 from shmloader.memory.slots import Ledger, Slot
 from shmloader.workers.protocol import SlotEvent, SlotState
@@ -149,12 +151,12 @@ class Lender:
         self._lent.add(pool)
         return pool
 
-    def take_back(self, pool: Pool) -> None:
-        """The iterator has ended: keep its pool for the next, or close it if there is one already."""
+    def take_back(self, pool: Pool, reusable: bool = True) -> None:
+        """The iterator has ended: keep its pool for the next, or close it if it cannot be used or there is one."""
         self._lent.discard(pool)
         pool.reclaim()
         pool.ledger.settle()
-        if self._closed or self._idle is not None:
+        if self._closed or self._idle is not None or not reusable:
             pool.close()
         else:
             self._idle = pool

@@ -140,10 +140,10 @@ class Channel:
     def _assemble(self, length: int, fd: int) -> Message | None:
         if self._partial is not None:
             return self._continue(length)
-        fields = HEAD.unpack_from(self._buffer)
         body = bytes(self._view[HEAD.size : length])
-        message = Message(*fields, body, fd)
-        if fields[1] & Flag.LONG:
+        tag, flags, layout, epoch, batch, offset, size = HEAD.unpack_from(self._buffer)
+        message = Message(tag, flags, layout, epoch, batch, offset, size, body, fd)
+        if flags & Flag.LONG:
             self._partial = (message, bytearray(), _LENGTH.unpack(body)[0])
             return None
         return message

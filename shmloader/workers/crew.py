@@ -20,7 +20,7 @@ from typing import Any
 
 from shmloader.errors import ProtocolError
 from shmloader.memory import pool as pools
-from shmloader.memory.codec import Layout
+from shmloader.memory.layout import Layout
 from shmloader.memory.segment import Segment
 from shmloader.workers import worker as body
 from shmloader.workers.channel import Channel, pair
@@ -61,7 +61,7 @@ class Worker:
     def send(
         self,
         tag: Tag,
-        flags: Flag = Flag.NONE,
+        flags: int = Flag.NONE,
         *,
         epoch: int = 0,
         batch: int = 0,
@@ -317,7 +317,7 @@ def _preload(job: Job) -> None:
 
     A worker then starts in milliseconds and shares the imported pages; without effect once the server runs.
     """
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     if server._preload_modules == ["__main__"]:
         server.set_forkserver_preload(["__main__", "torch", body.__name__, *_modules(job)])
 

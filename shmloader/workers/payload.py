@@ -40,7 +40,7 @@ class FdParcel:
         self.fd = fd
 
     def __reduce__(self) -> Any:
-        return _arrived, (reduction.DupFd(self.fd),)  # type: ignore[attr-defined]
+        return _arrived, (reduction.DupFd(self.fd),)
 
 
 def _arrived(parcel: Any) -> FdParcel:
@@ -58,11 +58,11 @@ class Payload:
         inherited = _Inherited()
         # Locks, queues and shared tensors refuse to be pickled unless a child is being started. Standing in for it
         # lets one pickle serve all workers: the descriptors are collected here and passed to each.
-        context.set_spawning_popen(inherited)  # type: ignore[attr-defined]
+        context.set_spawning_popen(inherited)  # type: ignore[arg-type]
         try:
             encoded = encode(job, keep_shared=True)
         finally:
-            context.set_spawning_popen(None)  # type: ignore[attr-defined]
+            context.set_spawning_popen(None)
         self._fds = inherited.fds
         self._file, self._nbytes = _write(encoded)
 

@@ -24,11 +24,17 @@ This module imports nothing of shmloader, because the ledger (memory) and the cr
 from __future__ import annotations
 
 import struct
-from enum import Enum, IntEnum, IntFlag
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
 
-class SlotState(Enum):
+class _Named(Enum):
+    """Members are told apart by identity: Enum's own hash runs in Python, and every batch looks up several steps."""
+
+    __hash__ = object.__hash__
+
+
+class SlotState(_Named):
     """Who may touch a slot's bytes."""
 
     FREE = "nobody; it can be assigned"
@@ -42,7 +48,7 @@ class SlotState(Enum):
     DISSOLVED = "nobody, ever again: its range went back to the pool"
 
 
-class SlotEvent(Enum):
+class SlotEvent(_Named):
     """What may happen to a slot."""
 
     ASSIGN = "a batch is due and gets this slot"
@@ -96,7 +102,7 @@ SLOT_TABLE: dict[tuple[SlotState, SlotEvent], SlotState] = {
 }
 
 
-class WorkerState(Enum):
+class WorkerState(_Named):
     """Where a worker stands in its life."""
 
     STARTING = "importing, unpickling, running worker_init_fn"
@@ -106,7 +112,7 @@ class WorkerState(Enum):
     GONE = "its exit is confirmed"
 
 
-class WorkerEvent(Enum):
+class WorkerEvent(_Named):
     """What may happen to a worker."""
 
     HELLO = "it is set up"
@@ -150,8 +156,8 @@ class Tag(IntEnum):
     FRAGMENT = 11  # both: the next piece of a body too long for one packet
 
 
-class Flag(IntFlag):
-    """The second byte of every packet."""
+class Flag(IntEnum):
+    """Bits of the second byte of every packet. Not an IntFlag, whose operators run in Python."""
 
     NONE = 0
     KEPT = 1  # FILLED, FAILED: the worker still refers to the range of its Fill

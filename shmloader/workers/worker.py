@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
-from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import UnpicklableBatchError
 from shmloader.memory import codec
 from shmloader.memory.collate import Arena, allocating_in
+from shmloader.memory.layout import Interner
+from shmloader.memory.locate import locate
 from shmloader.memory.segment import Segment, address_of
 from shmloader.workers import seeding
 from shmloader.workers.channel import Channel, close_inherited
@@ -65,11 +66,12 @@ def main(seat: Seat) -> None:
         if seat.forked:
             close_inherited(seat.end)
         watch = _watch_loader(seat)
-        signal_handling._set_worker_signal_handlers()
+        torch._C._set_worker_signal_handlers()
         torch.multiprocessing._set_thread_name("pt_data_worker")
         # What was inherited is not garbage; letting the collector walk it would copy every page of it.
         gc.freeze()
         segment = seat.pool if isinstance(seat.pool, Segment) else Segment.attach(seat.pool[0].fd, seat.pool[1])
+        assert not isinstance(seat.job, Payload), "a payload arrives unopened"
         serve(seat.worker_id, seat.job, Inbox(Channel(seat.end), watch), segment)
     except (KeyboardInterrupt, _Orphaned):
         pass
@@ -150,7 +152,7 @@ class Inbox:
             raise _Orphaned
 
 
-def serve(worker_id: int, job: Job | Payload | Unopened, inbox: Inbox, segment: Segment) -> None:
+def serve(worker_id: int, job: Job | Unopened, inbox: Inbox, segment: Segment) -> None:
     """Set up as torch sets up its workers, then answer until told to stop.
 
     Raises:
@@ -175,7 +177,7 @@ class _Bench:
         self._inbox = inbox
         self._arena = arena
         self._segment = segment
-        self._interner = codec.Interner()
+        self._interner = Interner()
         self._where = f"in DataLoader worker process {worker_id}"
         self._fetcher: Any = None
         self._set_up_error: ExceptionWrapper | None = None
@@ -185,29 +187,31 @@ class _Bench:
 
     # -- setting up --------------------------------------------------------------------------------------------
 
-    def set_up(self, job: Job | Payload | Unopened) -> None:
+    def set_up(self, job: Job | Unopened) -> None:
         """Threads, seeds, WorkerInfo, worker_init_fn, fetcher: in torch's order. What raises answers every Fill."""
         torch.set_num_threads(1)
         try:
-            self._job = job = job.open() if isinstance(job, Unopened) else job
-            assert isinstance(job, Job)
-            seed = seeding.seed_worker(job.base_seed, self._id)
-            torch_worker._worker_info = torch_worker.WorkerInfo(
-                id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
-            )
-            self._iterable = job.dataset_kind == _DatasetKind.Iterable
-            self._seed_batches = job.seed_batches
-            if job.worker_init_fn is not None:
-                job.worker_init_fn(self._id)
-            self._make_fetcher()
+            self._take_job(job.open() if isinstance(job, Unopened) else job)
         except Exception:
             self._set_up_error = ExceptionWrapper(where=self._where)
         self._send(Tag.HELLO)
 
+    def _take_job(self, job: Job) -> None:
+        self._job = job
+        seed = seeding.seed_worker(job.base_seed, self._id)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
+        )
+        self._iterable = job.dataset_kind == _DatasetKind.Iterable
+        self._seed_batches = job.seed_batches
+        if job.worker_init_fn is not None:
+            job.worker_init_fn(self._id)
+        self._make_fetcher()
+
     def _make_fetcher(self) -> None:
         job = self._job
         collate_fn = self._arena.collating(job.collate_fn)
-        self._fetcher = _DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
+        self._fetcher = _DatasetKind.create_fetcher(
             job.dataset_kind, job.dataset, job.auto_collation, collate_fn, job.drop_last
         )
 
@@ -251,7 +255,8 @@ class _Bench:
         """Fetch, collate and take apart; the batch itself is gone when this returns."""
         try:
             if self._set_up_error is not None:
-                return self._fail(message, self._set_up_error)
+                self._fail(message, self._set_up_error)
+                return None
             data = self._fetch(message)
         except StopIteration:
             self._ended = True
@@ -259,13 +264,15 @@ class _Bench:
             self._send_for(message, Tag.EXHAUSTED)
             return None
         except Exception:
-            return self._fail(message, ExceptionWrapper(where=self._where))
+            self._fail(message, ExceptionWrapper(where=self._where))
+            return None
         try:
             return codec.encode(data)
         except Exception as error:
             wrapped = _unpicklable(error, data, self._where)
             del data
-            return self._fail(message, wrapped)
+            self._fail(message, wrapped)
+            return None
 
     def _fetch(self, message: Message) -> Any:
         if self._seed_batches:
@@ -296,24 +303,24 @@ class _Bench:
             self._answer(message, encoded, there)
 
     def _answer(
-        self, message: Message, encoded: codec.Encoded, offsets: list[int], flags: Flag = Flag.NONE, file: int = -1
+        self, message: Message, encoded: codec.Encoded, offsets: list[int], flags: int = Flag.NONE, file: int = -1
     ) -> None:
         """Say that the batch is there, its regions at ``offsets``."""
-        layout = encoded.layout(offsets)
-        offset, size = (offsets[-1], encoded.regions[-1].nbytes) if not layout.skeleton else (0, 0)
+        if encoded.skeleton:
+            number, new = self._interner.number(encoded.key(offsets))
+            offset = size = 0
+        else:
+            number, new = None, False
+            offset, size = offsets[-1], encoded.regions[-1].nbytes
+            flags |= Flag.IN_RANGE
+        body = b"" if number is not None and not new else encoded.layout(offsets).to_bytes()
         # Before the arena is closed, or the batch would count as kept by its own sender.
         encoded.drop()
-        flags |= self._close_arena() | (Flag.IN_RANGE if size else Flag.NONE)
-        body = layout.to_bytes()
-        number, new = (None, False) if size else self._interner.number(body)
-        if new:
-            flags |= Flag.DEFINE
-        elif number is not None:
-            body = b""
-        layout_number = NO_LAYOUT if number is None else number
-        self._send_for(message, Tag.FILLED, flags, layout_number, offset=offset, size=size, body=body, fd=file)
+        flags |= self._close_arena() | (Flag.DEFINE if new else Flag.NONE)
+        layout = NO_LAYOUT if number is None else number
+        self._send_for(message, Tag.FILLED, flags, layout, offset=offset, size=size, body=body, fd=file)
 
-    def _close_arena(self) -> Flag:
+    def _close_arena(self) -> int:
         return Flag.KEPT if self._arena.close() else Flag.NONE
 
     def _fail(self, message: Message, error: ExceptionWrapper) -> None:
@@ -329,7 +336,7 @@ class _Bench:
         self,
         message: Message,
         tag: Tag,
-        flags: Flag = Flag.NONE,
+        flags: int = Flag.NONE,
         layout: int = NO_LAYOUT,
         *,
         offset: int = 0,
@@ -342,7 +349,7 @@ class _Bench:
     def _send(
         self,
         tag: Tag,
-        flags: Flag = Flag.NONE,
+        flags: int = Flag.NONE,
         layout: int = NO_LAYOUT,
         epoch: int = 0,
         batch: int = 0,
@@ -360,7 +367,7 @@ class _Bench:
 def _unpicklable(error: Exception, data: Any, where: str) -> ExceptionWrapper:
     """The error of a batch that cannot be sent, saying which part of it."""
     try:
-        text = f"{codec.locate(data)} cannot be sent to the main process: {error}"
+        text = f"{locate(data)} cannot be sent to the main process: {error}"
         raise UnpicklableBatchError(text) from error
     except UnpicklableBatchError:
         return ExceptionWrapper(where=where)

@@ -1,0 +1,120 @@
+"""Bytes to a batch: what the codec took apart, built on the memory where it lies.
+
+Each tensor gets a storage of its own, offset 0, exact size, and no ``_base``: ``torch.save`` writes only its bytes, and
+autograd's version counters are not shared. What is built keeps the memory alive, and through it the slot's lease.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader.memory.layout import RAW, SHARED, Layout, Span
+
+#: All of torch's dtypes; a skeleton names one by its number, which is the same in every process of this torch.
+DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+SIZES = [dtype.itemsize for dtype in DTYPES]
+
+#: What a rebuilding function gets for a span: buffer, offset and size of the region in it, the offset of what is seen
+#: within the region, and the region's storage where several spans see it.
+_Place = tuple[Any, int, int, int, "torch.UntypedStorage | None"]
+
+
+def decode(layout: Layout, buffer: Any, start: int = 0) -> Any:
+    """Rebuild a batch on ``buffer`` (any writable buffer), whose part for this batch begins at ``start``.
+
+    Everything that is built keeps ``buffer`` alive, and nothing else of it.
+    """
+    # Inside inference_mode torch would build inference tensors, which a later training step could not save.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _decode(layout, buffer, start)
+    return _decode(layout, buffer, start)
+
+
+def _decode(layout: Layout, buffer: Any, start: int) -> Any:
+    places: list[Any]
+    if layout.simple:
+        places = [(buffer, start + span[1], span[2], 0, None) for span in layout.spans]
+    else:
+        places = list(_places(layout.spans, buffer, start))
+    return pickle.loads(layout.skeleton, buffers=places)
+
+
+def _places(spans: tuple[Span, ...], buffer: Any, start: int) -> Iterator[Any]:
+    storages: dict[int, torch.UntypedStorage] = {}
+    for kind, offset, nbytes, inner in spans:
+        if kind == RAW:
+            yield memoryview(buffer).cast("B")[start + offset : start + offset + nbytes]
+            continue
+        if kind == SHARED and offset not in storages:
+            storages[offset] = _storage_on(buffer, start + offset, nbytes)
+        yield buffer, start + offset, nbytes, inner, storages.get(offset) if kind == SHARED else None
+
+
+def _storage_on(buffer: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+
+
+# The names below stand in every skeleton, so they are short. Each builds one thing that the encoder took apart.
+
+
+def _t(place: _Place, code: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor."""
+    buffer, offset, nbytes, _, storage = place
+    if storage is not None:
+        return _s(place, code, shape, contiguous_strides(shape))
+    # resize_ on a fresh tensor, not view(): a view has a _base, and detach_() on it raises.
+    return torch.frombuffer(buffer, dtype=DTYPES[code], count=nbytes // SIZES[code], offset=offset).resize_(shape)
+
+
+def _s(place: _Place, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with strides of its own, or one that shares its storage."""
+    buffer, offset, nbytes, inner, storage = place
+    storage = storage if storage is not None else _storage_on(buffer, offset, nbytes)
+    empty = torch.empty(0, dtype=DTYPES[code], device="cpu")
+    return empty.set_(storage, inner // SIZES[code], shape, strides)
+
+
+def _e(code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor without elements."""
+    return torch.empty_strided(shape, strides, dtype=DTYPES[code], device="cpu")
+
+
+def _g(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf that requires grad."""
+    return tensor.requires_grad_()
+
+
+def _u(place: _Place) -> torch.UntypedStorage:
+    """A storage."""
+    buffer, offset, nbytes, _, storage = place
+    return storage if storage is not None else _storage_on(buffer, offset, nbytes)
+
+
+def _a(place: _Place, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
+    """A numpy array."""
+    buffer, offset, _, inner, _ = place
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, offset + inner, order=order)
+    return array
+
+
+def same(obj: Any) -> Any:
+    """``obj``: lets a reduction put another object in the place of the one that it was asked for."""
+    return obj
+
+
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of ``shape``, as torch computes them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
