@@ -93,7 +93,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     raw = random_bytes(seed, numel * dtype.itemsize)
     if dtype is torch.bool:
         raw &= 1
-    return torch.from_numpy(raw).view(dtype).reshape(shape).clone()
+    return torch.from_numpy(raw).view(dtype).reshape(shape).clone() if numel else torch.empty(shape, dtype=dtype)
 
 
 def random_array(dtype: Any, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:

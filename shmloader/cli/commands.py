@@ -1,23 +1,25 @@
 """The commands and their options. What a command does is imported when it runs, so that `--help` is quick."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from shmloader import __version__
+
 application = typer.Typer(
     name="shmloader",
     help="A drop-in torch DataLoader whose workers write whole batches straight into shared-memory slots.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_show_locals=False,  # an error's lines would drown in printed tensors
 )
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"shmloader {version('shmloader')}")
+        print(f"shmloader {__version__}")
         raise typer.Exit
 
 

@@ -63,6 +63,11 @@ class Trainer:
         self.steps += 1
         return loss.item()
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
     def _set_rate(self, progress: float) -> None:
         warmth = min(1.0, (self.steps + 1) / (WARM_UP_STEPS + 1))
         for group in self._optimizer.param_groups:

@@ -16,6 +16,7 @@ import ctypes
 import io
 import pickle
 from array import array
+from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -156,13 +157,14 @@ class _Pickler(pickle.Pickler):
         if kind is torch.UntypedStorage:
             return self._reduce_storage(obj)
         if isinstance(obj, torch.Tensor) and (obj.is_conj() or obj.is_neg()):
-            return (rebuild.same, (obj.resolve_conj().resolve_neg(),))
+            resolved = obj.resolve_conj().resolve_neg()
+            resolved.__dict__.update(obj.__dict__)
+            return (rebuild.same, (resolved,))
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized or tensor.is_nested:
-            # Quantized tensors: torch's reduction for processes forgets the quantizer, its ordinary one does not.
-            return tensor.__reduce_ex__(2) if tensor.is_quantized else reduce_tensor(tensor)
+            return _reduce_quantized(tensor) if tensor.is_quantized else reduce_tensor(tensor)
         if tensor.requires_grad:
             if not tensor.is_leaf:
                 return reduce_tensor(tensor)  # raises torch's own text, which says to detach()
@@ -208,25 +210,32 @@ class _Pickler(pickle.Pickler):
         return (rebuild._u, (_SPAN,))
 
 
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    """torch's ordinary reduction: the one for processes forgets the quantizer."""
+    rebuild_it, (storage, *rest) = tensor._reduce_ex_internal(2)
+    # The typed storage would have torch warn, where the tensor is rebuilt, of a class that the user never saw.
+    return rebuild_it, (storage._untyped_storage, *rest)
+
+
 def _merge(looks: list[Region]) -> tuple[list[Region], tuple[tuple[int, int, int], ...]]:
     """Turn what was seen of each storage into regions, so that what overlapped still does."""
     by_key: dict[int, list[Region]] = {}
     for look in looks:
         by_key.setdefault(look.key, []).append(look)
     regions: list[Region] = []
-    first: dict[int, int] = {}
+    placed: dict[int, tuple[int, list[int]]] = {}
     for key, group in by_key.items():
-        first[key] = len(regions)
-        regions += [Region(key, SHARED, begin, end - begin, group) for begin, end in _extents(group)]
-    return regions, tuple([_sight(look, len(by_key[look.key]) == 1, regions, first[look.key]) for look in looks])
+        extents = _extents(group)
+        placed[key] = len(regions), [begin for begin, _ in extents]
+        regions += [Region(key, SHARED, begin, end - begin, group) for begin, end in extents]
+    return regions, tuple([_sight(look, len(by_key[look.key]) == 1, *placed[look.key]) for look in looks])
 
 
-def _sight(look: Region, alone: bool, regions: list[Region], number: int) -> tuple[int, int, int]:
+def _sight(look: Region, alone: bool, number: int, begins: list[int]) -> tuple[int, int, int]:
     if alone:
         return look.kind, number, 0
-    while not regions[number].address <= look.address < regions[number].address + regions[number].nbytes:
-        number += 1
-    return SHARED, number, look.address - regions[number].address
+    piece = bisect_right(begins, look.address) - 1
+    return SHARED, number + piece, look.address - begins[piece]
 
 
 def _extents(group: list[Region]) -> list[tuple[int, int]]:
@@ -277,10 +286,12 @@ def place(encoded: Encoded, address: int, capacity: int, used: int = 0) -> list[
 
 def need(encoded: Encoded, address: int = 0, used: int = 0) -> int:
     """How large a range must be for :func:`place` to succeed, were it called with the same ``used`` bytes."""
-    inside = (0 <= region.address - address < used for region in encoded.regions)
-    return used + sum(
-        aligned(region.nbytes) for region, is_in in zip(encoded.regions, inside, strict=True) if not is_in
-    )
+    copied = 0
+    for region in encoded.regions:
+        offset = region.address - address
+        if not (0 <= offset < used and offset % ALIGN_BYTES == 0):
+            copied += aligned(region.nbytes)
+    return used + copied
 
 
 # -- self-contained bytes: indices, errors ----------------------------------------------------------------------
@@ -295,7 +306,8 @@ def pack(obj: Any) -> bytes:
             return _INTS + array("q", obj).tobytes()
         except OverflowError:
             pass
-    return _ANY + b"".join(pieces(encode(obj)))
+    encoded = encode(obj)  # kept to the end: join() looks at the pieces when the generator is through with them
+    return _ANY + b"".join(pieces(encoded))
 
 
 def pieces(encoded: Encoded) -> Iterator[bytes | memoryview]:

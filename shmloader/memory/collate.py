@@ -9,16 +9,19 @@ the range for the data set itself, which may cache what it collates.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data._utils.collate import default_collate
 
 from shmloader.memory.codec import aligned
 from shmloader.memory.lease import lease
 from shmloader.memory.segment import Segment
+from shmloader.memory.stack import stack
 
 
 class Arena:
@@ -61,22 +64,38 @@ class Arena:
         return False
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Memory for one output of the collate function: in the range if it is the moment and fits."""
-        if not (self._collating and self.direct and 0 < nbytes <= self.capacity - self.used):
+        """A storage for one output of the collate function: in the range if it is the moment and fits."""
+        start = self._take(nbytes)
+        if start is None:
             return torch.UntypedStorage(nbytes)
+        return torch.frombuffer(self._lease, dtype=torch.uint8, count=nbytes, offset=start).untyped_storage()
+
+    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """An uninitialised tensor for one output of the collate function, in the range if it fits."""
+        numel = math.prod(shape)
+        start = self._take(numel * dtype.itemsize)
+        if start is None:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._lease, dtype=dtype, count=numel, offset=start).resize_(shape)
+
+    def _take(self, nbytes: int) -> int | None:
+        """Where in the range the next ``nbytes`` go; None if they cannot go there now."""
+        if not (self._collating and self.direct and 0 < nbytes <= self.capacity - self.used):
+            return None
         if self._lease is None:
             self._lease = lease(self._segment.map, self.offset, self.capacity, self.offset, self.returned)
-        start, self.used = self.used, aligned(self.used + nbytes)
-        self.used = min(self.used, self.capacity)
-        return torch.frombuffer(self._lease, dtype=torch.uint8, count=nbytes, offset=start).untyped_storage()
+        start = self.used
+        self.used = min(aligned(start + nbytes), self.capacity)
+        return start
 
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """``collate_fn``, with its allocations in the range."""
+        direct = collate_fn is default_collate
 
         def collate(samples: Any) -> Any:
             self._collating = True
             try:
-                return collate_fn(samples)
+                return stack(samples, self.empty) if direct else collate_fn(samples)
             finally:
                 self._collating = False
 

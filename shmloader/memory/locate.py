@@ -33,7 +33,7 @@ def _picklable(obj: Any) -> bool:
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(obj, torch.Tensor):
+    if type(obj) is torch.Tensor:
         return
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())

@@ -31,7 +31,8 @@ DEBUG_PATTERN = 0xDB
 #: Token of a child that somebody else forked: it is never known to be gone.
 FOREIGN = object()
 
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+#: Every pool of this process. A plain set: a copy of it is one step, whatever other threads do.
+_pools: set[weakref.ref[Pool]] = set()
 _forking = threading.local()
 
 
@@ -60,10 +61,15 @@ class Pool:
         self._returned: deque[Slot] = deque()
         self._debug = os.environ.get("SHMLOADER_DEBUG") == "1"
         self._pid = os.getpid()
-        _pools.add(self)
+        _pools.add(weakref.ref(self, _pools.discard))
 
     def _limit(self) -> int:
         return self.segment.nbytes - sum(sibling.ledger.carved_bytes for sibling in self._siblings)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it came over a fork: its slots are the parent's to give out."""
+        return self._pid != os.getpid()
 
     @property
     def tainted(self) -> bool:
@@ -114,7 +120,7 @@ class Pool:
 
     def close(self) -> None:
         """Give back every page that nobody can read. What is leased stays valid until it is dropped."""
-        if self._pid == os.getpid():
+        if not self.inherited:
             self.reclaim()
             self.ledger.give_back()
             self.segment.close()
@@ -142,12 +148,15 @@ class Lender:
             PoolMemoryError: no address space is left.
         """
         pool, self._idle = self._idle, None
+        if pool is not None and pool.inherited:
+            pool = None
         if pool is not None and pool.tainted:
             # Its lost slots come back with the last process that maps it; a fresh pool has none.
             pool.close()
             pool = None
         if pool is None:
-            pool = Pool(self._budget(), self._available, tuple(self._lent), self._most_slots)
+            siblings = tuple(other for other in self._lent if not other.inherited)
+            pool = Pool(self._budget(), self._available, siblings, self._most_slots)
         self._lent.add(pool)
         return pool
 
@@ -189,9 +198,14 @@ def forking(token: object) -> Iterator[None]:
         _forking.token = FOREIGN
 
 
+def _all_pools() -> list[Pool]:
+    # Another thread may make a pool meanwhile; an error from that inside the fork's hook would reach nobody.
+    return [pool for ref in _pools.copy() if (pool := ref()) is not None]
+
+
 def gone(token: object) -> None:
     """The child that was forked under ``token`` has ended and reads nothing any more."""
-    for pool in tuple(_pools):
+    for pool in _all_pools():
         pool.ledger.unexpose(token)
 
 
@@ -199,7 +213,7 @@ def _expose_leased() -> None:
     # A forked child has copies of the parent's leases, but their ends are nobody's business in the parent: without
     # this the slot would be refilled under a child that still reads it.
     token = getattr(_forking, "token", FOREIGN)
-    for pool in tuple(_pools):
+    for pool in _all_pools():
         pool.ledger.expose(token)
 
 

@@ -114,6 +114,9 @@ class Inbox:
         self.channel = channel
         self._watch = watch
         self._aside: deque[Message] = deque()
+        self._poller = select.poll()
+        if watch >= 0:
+            self._poller.register(watch, select.POLLIN)
 
     def take(self) -> Message:
         """The next message; waits for it."""
@@ -144,11 +147,8 @@ class Inbox:
             raise _Orphaned from None
 
     def _wait(self) -> None:
-        poller = select.poll()
-        poller.register(self.channel.fileno(), select.POLLIN | (select.POLLOUT if self.channel.backlog else 0))
-        if self._watch >= 0:
-            poller.register(self._watch, select.POLLIN)
-        if any(fd == self._watch for fd, _ in poller.poll()):
+        self._poller.register(self.channel.fileno(), select.POLLIN | (select.POLLOUT if self.channel.backlog else 0))
+        if any(fd == self._watch for fd, _ in self._poller.poll()):
             raise _Orphaned
 
 

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,6 @@ class Slot:
         encoded = encode(batch)
         offsets = place(encoded, self.address, self.nbytes)
         assert offsets is not None
-        encoded.layout(offsets)
         self.layout = Layout.from_bytes(encoded.layout(offsets).to_bytes())
         return decode(self.layout, (ctypes.c_char * self.nbytes).from_buffer(self.map))
 
@@ -72,14 +72,14 @@ def visible_bytes(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(batches())
 def test_a_nest_arrives_through_a_slot_as_it_was_sent(batch: Any) -> None:
     assert_same(Slot().carry(batch), batch)
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(batches())
 def test_a_nest_arrives_through_packed_bytes_as_it_was_sent(batch: Any) -> None:
     assert_same(unpack(pack(batch)), batch)
@@ -96,11 +96,8 @@ def test_pieces_join_again_on_the_buffer_itself(batch: list[torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_tensor_has_a_storage_of_its_own_of_exactly_its_bytes_and_aligned(
-    slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    sent = [random_tensor(dtype, shape, seed) for seed in range(3)]
+def test_a_tensor_has_a_storage_of_its_own_of_exactly_its_bytes_and_aligned(slot: Slot, dtype: torch.dtype) -> None:
+    sent = [random_tensor(dtype, shape, seed) for seed, shape in enumerate(SHAPES)]
     arrived = slot.carry(sent)
     assert_same(arrived, sent)
     for tensor in arrived:
@@ -108,11 +105,12 @@ def test_a_tensor_has_a_storage_of_its_own_of_exactly_its_bytes_and_aligned(
         assert tensor.storage_offset() == 0
         assert tensor.untyped_storage().nbytes() == tensor.numel() * dtype.itemsize
         assert tensor.data_ptr() % ALIGN_BYTES == 0
-    assert not arrived[0].numel() or len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == 3
+    full = [tensor for tensor in arrived if tensor.numel()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in full}) == len(full)
 
 
 @settings(max_examples=60)
-@given(tensors.flatmap(lambda tensor: st.sampled_from([tensor.expand(2, *tensor.shape), tensor.unsqueeze(0).mT])))
+@given(tensors.flatmap(lambda tensor: st.sampled_from([tensor.expand(2, *tensor.shape), tensor[..., None, None].mT])))
 def test_a_tensor_with_strides_of_its_own_has_no_base_and_no_more_storage_than_it_sees(tensor: torch.Tensor) -> None:
     arrived = Slot().carry(tensor)
     assert_same(arrived, tensor)
@@ -167,6 +165,11 @@ def test_what_was_unpacked_may_be_written_to_and_shares_nothing() -> None:
     assert_same(unpack(packed), [torch.zeros(4), np.zeros(4)])
 
 
+def test_what_encoding_had_to_copy_is_alive_until_it_is_packed() -> None:
+    strided = [np.arange(40_000.0)[:: -(n + 1)] for n in range(8)]
+    assert_same(unpack(pack(strided)), strided)
+
+
 # -- identity and aliasing --------------------------------------------------------------------------------------
 
 
@@ -205,8 +208,14 @@ def test_disjoint_rows_of_one_storage_go_on_sharing_it(slot: Slot) -> None:
 
 def test_every_view_dtype_is_aligned_where_views_of_a_storage_start_anywhere(slot: Slot) -> None:
     storage = torch.arange(64, dtype=torch.uint8)
-    batch = [storage[3:7], storage[40:56].view(torch.complex128), storage[1:2], storage[8:16].view(torch.int64)]
+    batch = [storage[35:37], storage[48:64].view(torch.complex128), storage[1:2], storage[8:16].view(torch.int64)]
     assert_same(slot.carry(batch), batch)
+
+
+def test_scattered_elements_of_one_storage_are_taken_apart_in_the_time_that_they_deserve() -> None:
+    permutation = torch.randperm(8 * 16384)
+    scattered = [permutation[8 * n] for n in range(16384)]
+    assert torch.equal(torch.stack(unpack(pack(scattered))), permutation[::8])
 
 
 # -- what travels -----------------------------------------------------------------------------------------------
@@ -217,8 +226,9 @@ def test_a_small_view_of_a_large_storage_ships_only_what_it_sees(slot: Slot) -> 
     arrived = slot.carry([large[500:510], large[-1]])
     assert slot.layout is not None
     assert slot.layout.extent <= 4 * ALIGN_BYTES
-    assert [tensor.untyped_storage().nbytes() for tensor in arrived] == [40, 4]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in arrived) <= 44 + 2 * 16
     assert_same(arrived, [large[500:510], large[-1]])
+    assert slot.carry(large[500:510]).untyped_storage().nbytes() == 40
 
 
 def test_two_far_apart_views_of_one_storage_do_not_ship_what_lies_between(slot: Slot) -> None:
@@ -252,6 +262,18 @@ def test_a_region_that_lies_in_the_range_already_stays_where_it_is() -> None:
     assert need(encoded, memory.address, used) == 4 * ALIGN_BYTES
 
 
+def test_a_region_that_lies_in_the_range_unaligned_is_copied_and_counted() -> None:
+    memory = Slot()
+    inside = torch.frombuffer(memory.map, dtype=torch.float32, count=40)
+    inside[:] = torch.arange(40)
+    encoded, used = encode([inside[10:14], inside[30:33]]), 3 * ALIGN_BYTES
+    wanted = need(encoded, memory.address, used)
+    assert place(encoded, memory.address, wanted - ALIGN_BYTES, used) is None
+    offsets = place(encoded, memory.address, wanted, used)
+    assert offsets is not None
+    assert_same(decode(encoded.layout(offsets), memory.map), [inside[10:14], inside[30:33]])
+
+
 # -- tensors that are not plain ---------------------------------------------------------------------------------
 
 
@@ -281,7 +303,6 @@ SPECIAL = {
     "conjugate transposed": lambda: torch.rand(2, 3, dtype=torch.complex64).mH,
     "negative": lambda: torch.rand(3, dtype=torch.complex64).conj().imag,
     "subclass": lambda: tagged(torch.rand(3), note="here", inner=torch.ones(2)),
-    "subclass that requires grad": lambda: tagged(torch.rand(3)).requires_grad_(),
     "conjugate subclass": lambda: tagged(torch.rand(3, dtype=torch.complex64).conj(), note=1),
     "view of a subclass": lambda: tagged(torch.rand(8))[2:4],
     "packed sequence": lambda: torch.nn.utils.rnn.pack_sequence([torch.rand(3), torch.rand(2)]),
@@ -289,7 +310,7 @@ SPECIAL = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*(?i:sparse|nested|quantize)")
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*nested tensors", "ignore:.*quantiz")
 @pytest.mark.parametrize("name", SPECIAL)
 def test_a_tensor_of_a_special_kind_arrives_as_it_was_sent(slot: Slot, name: str) -> None:
     sent = SPECIAL[name]()
@@ -390,8 +411,8 @@ class Out:
 
 
 def layout_of(batch: Any) -> bytes:
-    encoded = encode(batch)
-    offsets = place(encoded, *(lambda memory: (memory.address, memory.nbytes))(Slot()))
+    encoded, memory = encode(batch), Slot()
+    offsets = place(encoded, memory.address, memory.nbytes)
     assert offsets is not None
     return encoded.layout(offsets).to_bytes()
 
@@ -512,8 +533,6 @@ def test_naming_the_place_ends_in_a_nest_that_holds_itself() -> None:
 
 
 def test_encoding_keeps_nothing_of_the_batch_alive_once_dropped() -> None:
-    import weakref
-
     batch = [torch.rand(3), [torch.rand(2)]]
     watch = [weakref.ref(batch[0]), weakref.ref(batch[1][0])]
     encoded = encode(batch)

@@ -1,0 +1,72 @@
+"""The main job, small and whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from shmloader.cli import footprint
+from shmloader.cli.demo import QUICK, Settings, run
+from shmloader.cli.photographs import HELD_OUT
+
+pytestmark = pytest.mark.slow
+
+TINY = replace(
+    QUICK,
+    patches=24,
+    rounds=2,
+    job_batches=2,
+    decoded_batches=2,
+    decoded_batch_size=8,
+    decoded_pairs=16,
+    kept_batches=4,
+)
+
+
+@pytest.fixture(autouse=True)
+def compute_threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_figures_are_complete_and_the_training_repeats_itself() -> None:
+    first, second = (run(Settings(TINY, workers=workers), Console(file=io.StringIO())) for workers in (1, 2))
+    assert first.training.steps == TINY.patches // 8
+    assert [each.photograph for each in first.held_out] == list(HELD_OUT)
+    assert first.held_out == second.held_out  # neither the run nor the number of workers changes what is learnt
+    assert (first.held is None) == (not footprint.readable())
+
+
+def test_seconds_end_the_training_early() -> None:
+    settings = Settings(replace(TINY, patches=2000), epochs=1000, seconds=0.2, workers=1)
+    figures = run(settings, Console(file=io.StringIO()))
+    assert 0 < figures.training.steps < 1000
+    assert figures.training.seconds < 10
+
+
+@pytest.mark.timeout(180)
+def test_the_quick_demo_restores_held_out_photographs_and_writes_its_figures(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "shmloader", "demo", "--quick", "--json", str(path)]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert answer.stderr == ""
+    for line in ("1 this job", "2 decoded uint8", "3 batches kept", "held-out photograph"):
+        assert line in answer.stdout
+    figures = json.loads(path.read_text())
+    assert figures["restored_db"] > figures["degraded_db"] + 1.5
+    assert all(each["restored_db"] > each["degraded_db"] for each in figures["held_out"])
+    assert {"seed", "workers", "training", "job", "decoded", "held"} <= figures.keys()
+    assert figures["job"]["ratio"] > 0
+    assert figures["decoded"]["batch_bytes"] > figures["job"]["batch_bytes"]
+    if footprint.readable():
+        assert figures["held"]["shmloader"]["descriptors"] < figures["held"]["torch"]["descriptors"]

@@ -1,0 +1,283 @@
+"""Other processes to test with: small programs in an interpreter of their own, and functions in a forked child.
+
+Both run in a session of their own, so that whatever they leave behind is found by its session, whoever adopted it;
+both are killed after a bound, so that a hang is a failure and never a wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAUSE_S = 0.01  # between two looks at /proc
+
+
+# -- processes in general -----------------------------------------------------------------------------------------
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    return _stat(pid)[0] not in ("", "Z", "X")
+
+
+def session_members(session: int) -> list[int]:
+    """Running processes of a session."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if alive(pid) and _stat(pid)[3] == str(session)]
+
+
+def all_gone(pids: Iterable[int], within_s: float) -> bool:
+    """Wait until none of the processes runs any more; False if one still does after ``within_s``."""
+    left = list(pids)
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in left if alive(pid)]:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(PAUSE_S)
+    return True
+
+
+def descriptors() -> int:
+    """Number of open descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    """Number of mappings of this process."""
+    return Path("/proc/self/maps").read_text().count("\n")
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process has to itself: what would come free if it ended."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the state on; the state is empty where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ["", "", "", ""]
+    return text.rpartition(") ")[2].split()
+
+
+# -- programs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program."""
+
+    code: int  #: exit code, or minus the signal's number
+    out: str
+    err: str
+    left: tuple[int, ...]  #: processes of its session that still ran a second after its end
+
+
+class Program:
+    """A program in an interpreter of its own, running.
+
+    Args:
+        source: its text; it can import shmloader and tests.
+        before: command that the interpreter is started with, such as ``unshare``.
+        timeout_s: it is killed after this, which fails the test.
+    """
+
+    def __init__(self, source: str, *args: str, before: tuple[str, ...] = (), timeout_s: float = 40.0, **env: str):
+        self._deadline = time.monotonic() + timeout_s
+        self._folder = tempfile.TemporaryDirectory()
+        script = Path(self._folder.name) / "program.py"
+        script.write_text(textwrap.dedent(source))
+        self._err = open(Path(self._folder.name) / "err", "w+")  # noqa: SIM115 - closed in __exit__
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "", **env}
+        command = [*before, sys.executable, str(script), *args]
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=self._err,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self._out = b""
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for pid in {self._process.pid, *self.members()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        if kind is not None:
+            self._err.seek(0)
+            print(self._err.read(), file=sys.stderr)
+        self._err.close()
+        self._folder.cleanup()
+
+    @property
+    def pid(self) -> int:
+        """The interpreter's process, which is also its session."""
+        return self._process.pid
+
+    def members(self) -> list[int]:
+        """Everything that runs in its session."""
+        return session_members(self._process.pid)
+
+    def wait_for(self, line: str) -> str:
+        """What it has printed once it has printed ``line``."""
+        wanted = line.encode() + b"\n"
+        while wanted not in self._out:
+            assert self._read(), f"the program ended without printing {line!r}: {self._out!r}"
+        return self._out.decode()
+
+    def finish(self) -> Outcome:
+        """Wait for its end, and look a second later for what is left."""
+        while self._read():
+            pass
+        code = self._process.wait(max(0.1, self._deadline - time.monotonic()))
+        members = self.members()
+        all_gone(members, 1.0)
+        self._err.seek(0)
+        return Outcome(code, self._out.decode(), self._err.read(), tuple(pid for pid in members if alive(pid)))
+
+    def _read(self) -> bytes:
+        assert self._process.stdout is not None
+        left = self._deadline - time.monotonic()
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, left))
+        if not ready:
+            pytest.fail(f"the program hangs; it has printed {self._out!r}")
+        piece = os.read(self._process.stdout.fileno(), 1 << 16)
+        self._out += piece
+        return piece
+
+
+def run(source: str, *args: str, before: tuple[str, ...] = (), timeout_s: float = 40.0, **env: str) -> Outcome:
+    """Run a program to its end."""
+    with Program(source, *args, before=before, timeout_s=timeout_s, **env) as program:
+        return program.finish()
+
+
+# -- functions in a forked child ----------------------------------------------------------------------------------
+
+
+class Teller:
+    """The child's end of the line to the test."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def tell(self, thing: Any) -> None:
+        """Send one picklable thing to the test."""
+        data = pickle.dumps(thing)
+        view = memoryview(len(data).to_bytes(8, "little") + data)
+        while view:
+            view = view[os.write(self.fd, view) :]
+
+
+class Forked:
+    """``function(teller, *args)`` in a forked child, running. Its exceptions are raised in the test, as text."""
+
+    def __init__(self, function: Callable[..., None], *args: Any, timeout_s: float = 40.0) -> None:
+        self._deadline = time.monotonic() + timeout_s
+        self._read_end, write_end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_child(function, Teller(write_end), args, timeout_s)
+        os.close(write_end)
+        self._reaped = False
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        os.close(self._read_end)
+        for pid in {self.pid, *session_members(self.pid)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.reap()
+
+    def hear(self) -> Any:
+        """The next thing that the child tells."""
+        thing = pickle.loads(self._take(int.from_bytes(self._take(8), "little")))
+        if isinstance(thing, _Failure):
+            pytest.fail(f"in the forked child:\n{thing.text}")
+        return thing
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and reap it."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.reap()
+
+    def reap(self) -> None:
+        """Wait for its end."""
+        if not self._reaped:
+            os.waitpid(self.pid, 0)
+            self._reaped = True
+
+    def _take(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            ready, _, _ = select.select([self._read_end], [], [], max(0.0, self._deadline - time.monotonic()))
+            if not ready:
+                pytest.fail("the forked child hangs")
+            piece = os.read(self._read_end, nbytes - len(data))
+            if not piece:
+                pytest.fail("the forked child ended without a word")
+            data += piece
+        return data
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+
+
+def _be_child(function: Callable[..., None], teller: Teller, args: tuple[Any, ...], timeout_s: float) -> None:
+    """Everything that the child does; never returns to the test's code."""
+    try:
+        os.setsid()
+        # The test's own timer is not inherited, its handler is.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(timeout_s) + 1)
+        function(teller, *args)
+    except BaseException:
+        teller.tell(_Failure(traceback.format_exc()))
+    finally:
+        os._exit(0)
+
+
+def told_by(function: Callable[..., None], *args: Any, timeout_s: float = 40.0) -> Any:
+    """Run ``function(teller, *args)`` in a forked child until it has told one thing; that thing."""
+    with Forked(function, *args, timeout_s=timeout_s) as child:
+        return child.hear()
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Fails if the block takes longer."""
+    started = time.monotonic()
+    yield
+    taken = time.monotonic() - started
+    assert taken < seconds, f"took {taken:.2f} s, longer than {seconds} s"
