@@ -8,13 +8,14 @@ goes is torch's to the letter; the names that frameworks look for are torch's, t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -32,9 +33,9 @@ from shmloader.memory.pool import Lender
 from shmloader.pump import Pump, Task
 from shmloader.stats import Counts, Record
 from shmloader.workers import seeding
-from shmloader.workers.crew import Crew, Worker
+from shmloader.workers.crew import Crew, Worker, close_files
 from shmloader.workers.payload import Job
-from shmloader.workers.protocol import Tag
+from shmloader.workers.protocol import Message, Tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: Any, terms: Terms) -> None:
         self._pid = os.getpid()
-        self._shutdown = True  # until there is something to shut down
+        self._shutdown = self._ended = True  # until there is something to shut down
         self._workers: list[Any] = []
         _BaseDataLoaderIter.__init__(self, loader)
         self._prefetch_factor = loader.prefetch_factor
@@ -84,8 +85,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._dynamic = terms.seed_batches and self._dataset_kind != _DatasetKind.Iterable
         self._unsettled = False
         self._fatal: str | None = None
-        self._start(loader)
         try:
+            self._start(loader)
             self._reset(loader, first_iter=True)
         except BaseException:
             self._shutdown_workers()
@@ -94,17 +95,12 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _start(self, loader: Any) -> None:
         terms = self._terms
         self._pool = terms.lender.lend()
-        try:
-            self._crew = Crew(
-                loader.multiprocessing_context or torch.multiprocessing, self._job(loader), self._pool.segment
-            )
-        except BaseException:
-            terms.lender.take_back(self._pool)
-            raise
+        self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, self._pool.segment)
         self._pump = Pump(self._crew, self._pool, terms.limit_bytes, terms.available, terms.copy)
-        self._workers = [worker.process for worker in self._crew.workers]
-        self._shutdown = False
+        self._shutdown = self._ended = False
         _live.add(self)
+        self._crew.start(self._job(loader))
+        self._workers = [worker.process for worker in self._crew.workers]
 
     def _job(self, loader: Any) -> Job:
         return Job(
@@ -124,6 +120,13 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:
             self._check_usable()
+        with _pump_busy():
+            self._unsettled = True
+            self._begin(loader, first_iter)
+            self._settle()
+
+    def _begin(self, loader: Any, first_iter: bool) -> None:
+        if not first_iter:
             self._pump.end_epoch()
             for worker in self._crew.workers:
                 worker.send(Tag.RESUME, epoch=self._pump.epoch)
@@ -136,11 +139,12 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._workers_num_tasks = [0] * self._num_workers
         self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
         self._length_called = loader._IterableDataset_len_called is not None
-        self._withheld: _Outcome | None = None
+        self._withheld: _Outcome | None = None  # what next() has come to, until it has returned it
+        self._handing = False
+        self._cut_off = False
         self._note_record()
         for _ in range(self._prefetch_factor * self._num_workers):
             self._try_put_index()
-        self._settle()
 
     def _note_record(self) -> None:
         record, ledger = self._terms.record, weakref.ref(self._pool.ledger)
@@ -150,35 +154,50 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def __next__(self) -> Any:
         # torch's own counts against the length that the data set gave, and opens a range for the profiler, which
         # takes longer than fetching a small batch even when there is none.
+        self._handing = True
         if self._length_called or torch._C._autograd._profiler_enabled():
-            return super().__next__()
-        data = self._next_data()
-        self._num_yielded += 1
+            data = super().__next__()
+        else:
+            data = self._next_data()
+            self._num_yielded += 1
+        # From here to the return nothing is called, so no signal handler can come in between and lose the batch;
+        # until here it is withheld, and an exception leaves it to the next call.
+        self._handing, self._withheld = False, None
         return data
 
     def _next_data(self) -> Any:
         if self._unsettled or self._fatal or self._shutdown:
             self._check_usable(delivering=True)
-        outcome, self._unsettled = self._withheld or self._next_outcome(), True
-        self._withheld = None
-        # From here to the return nothing is called, so no signal handler can come in between and lose the batch.
+        if self._withheld is None:
+            self._run()
+        outcome = self._withheld
+        assert outcome is not None
         self._unsettled = False
         if outcome.error is not None:
-            raise outcome.error
+            error = outcome.error
+            outcome = self._withheld = None
+            try:
+                raise error
+            finally:
+                del error  # or it, its traceback and this frame would keep each other, and the iterator, alive
+        if not self._handing:
+            self._withheld = None
         return outcome.data
 
-    def _next_outcome(self) -> _Outcome:
+    def _run(self) -> None:
+        """Pump until the next batch, or its error, is there: it is then withheld for the caller."""
         outermost = not getattr(_pumping, "busy", False)
         _pumping.busy = True
         self._unsettled = True
         try:
-            while True:
+            while self._withheld is None:
                 self._pool.reclaim()
                 self._pump.serve_needs(self._lowest())
                 task = self._due()
                 if task is not None:
-                    return self._hand_over(task)
-                self._hear()
+                    self._hand_over(task)
+                else:
+                    self._hear()
         finally:
             if outermost:
                 _pumping.busy = False
@@ -191,6 +210,11 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             self._settle()
             if not self._persistent_workers:
                 self._shutdown_workers()
+            if self._cut_off:
+                raise IteratorBrokenError(
+                    "an exception came out of the sampler, or came in the middle of it, so batches may be missing at "
+                    "the end; call iter() on the loader again"
+                )
             raise StopIteration
         if not self._in_order:
             return tasks[self._arrived.popleft()] if self._arrived else None
@@ -206,7 +230,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             return next((batch for batch, task in tasks.items() if not task.answered), -1)
         return next(iter(tasks), -1)
 
-    def _hand_over(self, task: Task) -> _Outcome:
+    def _hand_over(self, task: Task) -> None:
         self._workers_num_tasks[task.worker.id] -= 1
         outcome = _Outcome(error=self._pump.fail(task)) if task.error is not None else self._deliver(task)
         self._pump.serve_needs(self._lowest())
@@ -214,7 +238,6 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         # raise, the batch is not lost with it: the next call delivers it.
         self._withheld = outcome
         self._try_put_index()
-        return outcome
 
     def _deliver(self, task: Task) -> _Outcome:
         data = self._pump.deliver(task)
@@ -227,15 +250,19 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     # -- out ---------------------------------------------------------------------------------------------------
 
-    def _try_put_index(self) -> None:
-        """Pull one batch of indices and assign it; the sampler is never asked for more than that."""
-        self._settle()  # what the user's sampler raises is theirs
+    def _try_put_index(self, amid: bool = False) -> None:
+        """Pull one batch of indices and assign it; the sampler is never asked for more than that.
+
+        What the user's sampler raises is theirs, and unless it comes ``amid`` another step, all that was pulled before
+        is still delivered. What was pulled with it is lost, and a generator has ended: the epoch's end will say so.
+        """
         try:
             indices = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
-            self._unsettled = True
             return
-        self._unsettled = True
+        except BaseException:
+            self._cut_off, self._unsettled = True, amid
+            raise
         worker_id = self._least_busy() if self._dynamic else self._next_in_turn()
         if worker_id is None:
             return
@@ -281,24 +308,25 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         ready = self._crew.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         self._unsettled = True
         heard = self._crew.read(ready)
-        for worker, message in heard:
+        for position, (worker, message) in enumerate(heard):
             if message is None:
+                close_files(heard[position:])
                 self._die(worker)
             if message.tag == Tag.EXHAUSTED:
-                self._exhaust(worker, message.epoch)
+                self._exhaust(worker, message)
                 continue
             task = self._pump.note(message)
             if task is not None and not self._in_order:
                 self._arrived.append(task.batch)
         return bool(heard)
 
-    def _exhaust(self, worker: Worker, epoch: int) -> None:
-        self._pump.void(worker, epoch)
-        if epoch == self._pump.epoch:
+    def _exhaust(self, worker: Worker, message: Message) -> None:
+        self._pump.void(worker, message)
+        if message.epoch == self._pump.epoch:
             self._workers_status[worker.id] = False
             if not self._persistent_workers:
                 self._crew.dismiss(worker)
-            self._try_put_index()
+            self._try_put_index(amid=True)
 
     def _die(self, worker: Worker) -> NoReturn:
         held = [task for task in self._pump.tasks.values() if task.worker is worker and not task.answered]
@@ -313,7 +341,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     @property
     def spent(self) -> bool:
         """Whether this iterator can begin no other epoch."""
-        return self._shutdown or self._unsettled or self._fatal is not None
+        return self._shutdown or self._unsettled or self._fatal is not None or self._pid != os.getpid()
 
     def _settle(self) -> None:
         """Between two steps: an exception may leave from here without anything being lost."""
@@ -335,17 +363,24 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _shutdown_workers(self) -> None:
-        """End the workers and give the pool back. Idempotent; does nothing in a forked child."""
-        if self._shutdown or self._pid != os.getpid():
+        """End the workers and give the pool back. Idempotent; does nothing in a forked child.
+
+        An exception, such as a second Ctrl-C, may cut it short: the next call, the finalizer's or the exit hook's,
+        goes on where it stopped.
+        """
+        if self._ended or self._pid != os.getpid():
             return
         self._shutdown = True
         self._crew.stop()
-        self._pool.abandon()
-        # A step that was cut short may have left a slot in a state that nothing will ever end.
-        self._terms.lender.take_back(self._pool, reusable=not self._unsettled)
+        self._ended = True
+        if self._unsettled:
+            self._terms.lender.write_off(self._pool)
+        else:
+            self._pool.abandon()
+            self._terms.lender.take_back(self._pool)
 
     def __del__(self) -> None:
-        if getattr(self, "_shutdown", True):
+        if getattr(self, "_ended", True):
             return
         if getattr(_pumping, "busy", False):
             _orphans.append(self)
@@ -360,9 +395,27 @@ _orphans: deque[ShmIter] = deque()
 _pumping = threading.local()
 
 
+@contextlib.contextmanager
+def _pump_busy() -> Iterator[None]:
+    """Inside, finalizers of iterators only post; the outermost serves them at its end."""
+    outermost, _pumping.busy = not getattr(_pumping, "busy", False), True
+    try:
+        yield
+    finally:
+        if outermost:
+            _pumping.busy = False
+            _serve_orphans()
+
+
 def _serve_orphans() -> None:
-    while _orphans:
-        _orphans.popleft()._shutdown_workers()
+    with contextlib.suppress(IndexError):
+        while True:
+            orphan = _orphans.popleft()
+            try:
+                orphan._shutdown_workers()
+            except BaseException:
+                _orphans.append(orphan)
+                raise
 
 
 @atexit.register

@@ -249,15 +249,16 @@ class Pump:
         if message.body:
             task.error = _wrapper(*codec.unpack(message.body))
 
-    def void(self, worker: Worker, epoch: int) -> None:
+    def void(self, worker: Worker, message: Message) -> None:
         """The worker's iterable data set has ended: it will not answer what it still holds of this epoch."""
         for key, task in tuple(self._owed.items()):
-            if task.worker is worker and task.epoch == epoch:
+            if task.worker is worker and task.epoch == message.epoch:
                 del self._owed[key]
                 if self.tasks.get(task.batch) is task:
                     del self.tasks[task.batch]
                 if task.slot is not None:
-                    self._leave(task.slot, SlotEvent.EXHAUSTED)
+                    kept = task.batch == message.batch and message.flags & Flag.KEPT
+                    self._leave(task.slot, SlotEvent.FILLED_KEPT if kept else SlotEvent.EXHAUSTED)
 
     # -- delivering --------------------------------------------------------------------------------------------
 
@@ -282,13 +283,14 @@ class Pump:
     def fail(self, task: Task) -> BaseException:
         """The error of an answered task, as torch would raise it, with a note that says which batch it was."""
         del self.tasks[task.batch]
-        try:
-            if isinstance(task.error, ExceptionWrapper):
-                _reraise(task.error)
-            assert isinstance(task.error, BaseException)
-            error = task.error
-        except Exception as raised:
-            error = raised
+        # Neither the task nor a traceback of ours goes on referring to it, or they would keep each other alive.
+        error, task.error = task.error, None
+        if isinstance(error, ExceptionWrapper):
+            try:
+                _reraise(error)
+            except Exception as raised:
+                error = raised.with_traceback(None)
+        assert isinstance(error, BaseException)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"shmloader: this was {task.name()}")
         return error

@@ -100,11 +100,11 @@ class _Walk:
         for name in ("dtype", "layout", "device", "requires_grad", "is_leaf", "is_quantized", "is_nested"):
             assert getattr(ours, name) == getattr(theirs, name), f"{where}: {name} {getattr(ours, name)}"
         assert not ours.is_inference(), f"{where}: an inference tensor"
-        if type(ours) is not torch.Tensor:
-            self._compare_state(ours, theirs_state, where)
-        if ours.is_nested:
+        if ours.is_nested:  # a jagged one also carries a symbolic size, which is another in each process
             self.compare(list(ours.unbind()), list(theirs.unbind()), f"{where}.unbind()")
             return
+        if type(ours) is not torch.Tensor:
+            self._compare_state(ours, theirs_state, where)
         assert ours.shape == theirs.shape, f"{where}: shape {ours.shape} for {theirs.shape}"
         parts = _parts(ours)
         if parts:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for batches: nests of tensors, arrays and plain values, of every kind and aliasing each other."""
+"""Hypothesis strategies for batches: nests of tensors, arrays and plain values of every kind, with aliasing."""
 
 from __future__ import annotations
 

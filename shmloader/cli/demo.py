@@ -84,7 +84,7 @@ def train(model: Restorer, loader: DataLoader[tuple[Tensor, Tensor]], settings: 
     epochs = settings.epochs or settings.scale.epochs
     trainer = Trainer(model)
     clock = _Clock(epochs * len(loader), settings.seconds)
-    waited_s = 0.0
+    waited_s, private_copies = 0.0, 0
     with _Bar(console) as bar:
         while (progress := clock.progress(trainer.steps)) < 1:
             for degraded, clean in loader:
@@ -93,9 +93,10 @@ def train(model: Restorer, loader: DataLoader[tuple[Tensor, Tensor]], settings: 
                 bar.show(progress, loss)
                 if progress >= 1:
                     break
-            waited_s += loader.stats().wait_s
-    stats = loader.stats()
-    return Training(trainer.steps, clock.elapsed_s(), waited_s, stats.pool_bytes, stats.private_copies)
+            stats = loader.stats()
+            waited_s += stats.wait_s
+            private_copies += stats.private_copies
+    return Training(trainer.steps, clock.elapsed_s(), waited_s, stats.pool_bytes, private_copies)
 
 
 def evaluate(model: Restorer, settings: Settings, workers: int) -> tuple[Restored, ...]:
@@ -188,14 +189,20 @@ class _Clock:
         self._steps = steps
         self._seconds = seconds
         self._start = time.perf_counter()
+        self._first_step_s = 0.0
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._start
 
     def progress(self, steps: int) -> float:
-        """0 at the start, 1 when the steps or the seconds are spent."""
-        by_time = self.elapsed_s() / self._seconds if self._seconds else 0.0
-        return max(steps / self._steps, by_time)
+        """0 at the start, 1 when the steps or the seconds are spent.
+
+        The seconds run from the first step: under spawn, starting the workers might use them up.
+        """
+        if steps <= 1:
+            self._first_step_s = self.elapsed_s()
+        trained_s = self.elapsed_s() - self._first_step_s
+        return max(steps / self._steps, trained_s / self._seconds if self._seconds else 0.0)
 
 
 class _Bar:

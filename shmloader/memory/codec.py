@@ -28,13 +28,17 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from shmloader.memory import rebuild
+from shmloader.memory.dtypes import CODES, SIZES
 from shmloader.memory.layout import RAW, SHARED, WHOLE, Layout, Span
-from shmloader.memory.rebuild import CODES, SIZES, contiguous_strides, decode
+from shmloader.memory.outline import Outline, contiguous_strides
+from shmloader.memory.rebuild import decode
 
 #: Every storage starts at a multiple of this: what vector units and DMA engines like, and more than any dtype needs.
 ALIGN_BYTES = 64
 #: Disjoint views of one storage travel as one region, and so keep sharing it, unless that ships over twice their bytes.
 HULL_FACTOR = 2
+#: So many skeletons of plain nests are remembered; ragged batches have ever new ones.
+MOST_SKELETONS = 256
 
 #: Stands for "the next span" in a skeleton. Writable, or pickle would wrap what stands in for it in a read-only view.
 _SPAN = pickle.PickleBuffer(bytearray())
@@ -100,6 +104,28 @@ def encode(obj: Any, *, keep_shared: bool = False) -> Encoded:
     Raises:
         Exception: whatever pickling raises for something that cannot be pickled; :func:`locate` says where it is.
     """
+    if keep_shared:
+        return _pickle(obj, keep_shared)
+    outline = Outline(obj)
+    if outline.key is None:
+        return _pickle(obj, keep_shared)
+    regions = [_region(tensor) for tensor in outline.tensors]
+    known = _skeletons.get(outline.key)
+    if known is not None and len({region.key for region in regions}) == len(regions):
+        return Encoded(known.skeleton, regions, known.sights)
+    encoded = _pickle(obj, keep_shared)
+    if len(encoded.regions) == len(regions):
+        if len(_skeletons) >= MOST_SKELETONS:
+            _skeletons.clear()
+        _skeletons[outline.key] = Encoded(encoded.skeleton, [], encoded.sights)
+    return encoded
+
+
+#: Skeletons of plain nests by outline: most batches look like the one before.
+_skeletons: dict[Any, Encoded] = {}
+
+
+def _pickle(obj: Any, keep_shared: bool) -> Encoded:
     file, seen = io.BytesIO(), _Seen()
     _Pickler(file, seen, keep_shared).dump(obj)
     regions = seen.regions
@@ -108,6 +134,12 @@ def encode(obj: Any, *, keep_shared: bool = False) -> Encoded:
     else:
         regions, sights = _merge(regions)
     return Encoded(file.getvalue(), regions, sights)
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    """A look at a contiguous tensor."""
+    key = tensor.untyped_storage()._cdata
+    return Region(key, WHOLE, tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
 
 
 class _Seen:
@@ -164,7 +196,8 @@ class _Pickler(pickle.Pickler):
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized or tensor.is_nested:
-            return _reduce_quantized(tensor) if tensor.is_quantized else reduce_tensor(tensor)
+            # Quantized tensors: torch's reduction for processes forgets the quantizer, its ordinary one does not.
+            return (rebuild._q, tensor._reduce_ex_internal(2)) if tensor.is_quantized else reduce_tensor(tensor)
         if tensor.requires_grad:
             if not tensor.is_leaf:
                 return reduce_tensor(tensor)  # raises torch's own text, which says to detach()
@@ -179,16 +212,11 @@ class _Pickler(pickle.Pickler):
         code, shape, strides = CODES[tensor.dtype], tuple(tensor.shape), tensor.stride()
         if tensor.numel() == 0:
             return (rebuild._e, (code, shape, strides))
+        self._seen.pending = region = _region(tensor)
         if strides == contiguous_strides(shape):
-            self._see(tensor, tensor.numel() * SIZES[code])
             return (rebuild._t, (_SPAN, code, shape))
-        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-        self._see(tensor, reach * SIZES[code])
+        region.nbytes = (sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1) * SIZES[code]
         return (rebuild._s, (_SPAN, code, shape, strides))
-
-    def _see(self, tensor: torch.Tensor, nbytes: int) -> None:
-        key = tensor.untyped_storage()._cdata
-        self._seen.pending = Region(key, WHOLE, tensor.data_ptr(), nbytes, tensor)
 
     def _reduce_array(self, value: np.ndarray[Any, Any]) -> Any:
         dtype = value.dtype
@@ -208,13 +236,6 @@ class _Pickler(pickle.Pickler):
             return (torch.UntypedStorage, (0,))
         self._seen.pending = Region(storage._cdata, SHARED, storage.data_ptr(), storage.nbytes(), storage)
         return (rebuild._u, (_SPAN,))
-
-
-def _reduce_quantized(tensor: torch.Tensor) -> Any:
-    """torch's ordinary reduction: the one for processes forgets the quantizer."""
-    rebuild_it, (storage, *rest) = tensor._reduce_ex_internal(2)
-    # The typed storage would have torch warn, where the tensor is rebuilt, of a class that the user never saw.
-    return rebuild_it, (storage._untyped_storage, *rest)
 
 
 def _merge(looks: list[Region]) -> tuple[list[Region], tuple[tuple[int, int, int], ...]]:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate
 
 from shmloader.memory.codec import aligned
+from shmloader.memory.dtypes import CODES, tensor_on
 from shmloader.memory.lease import lease
 from shmloader.memory.segment import Segment
 from shmloader.memory.stack import stack
@@ -76,7 +77,7 @@ class Arena:
         start = self._take(numel * dtype.itemsize)
         if start is None:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._lease, dtype=dtype, count=numel, offset=start).resize_(shape)
+        return tensor_on(self._lease, start, CODES[dtype], shape)
 
     def _take(self, nbytes: int) -> int | None:
         """Where in the range the next ``nbytes`` go; None if they cannot go there now."""

@@ -7,8 +7,8 @@ number afterwards.
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 #: An interner knows at most this many layouts at a time; the numbers are used again, which is announced.
 MOST_LAYOUTS = 64
@@ -32,13 +32,16 @@ class Span(NamedTuple):
 class Layout:
     """A skeleton and its spans: all that is needed to rebuild a batch on its bytes."""
 
-    __slots__ = ("extent", "nbytes", "simple", "skeleton", "spans")
+    __slots__ = ("build", "extent", "nbytes", "simple", "skeleton", "spans", "uses")
 
     def __init__(self, skeleton: bytes, spans: tuple[Span, ...]) -> None:
         self.skeleton = skeleton
         self.spans = spans
         self.extent = max((span.offset + span.nbytes for span in spans), default=0)
         self.nbytes = sum({span.offset: span.nbytes for span in spans}.values())
+        #: Makes a batch without unpickling, once one has shown that it can be done.
+        self.build: Callable[[Any, int], Any] | None = None
+        self.uses = 0
         self.simple = all(span.kind == WHOLE for span in spans)
 
     def to_bytes(self) -> bytes:

@@ -160,15 +160,20 @@ class Lender:
         self._lent.add(pool)
         return pool
 
-    def take_back(self, pool: Pool, reusable: bool = True) -> None:
-        """The iterator has ended: keep its pool for the next, or close it if it cannot be used or there is one."""
+    def take_back(self, pool: Pool) -> None:
+        """The iterator has ended: keep its pool for the next, or close it if there is one already."""
         self._lent.discard(pool)
         pool.reclaim()
         pool.ledger.settle()
-        if self._closed or self._idle is not None or not reusable:
+        if self._closed or self._idle is not None:
             pool.close()
         else:
             self._idle = pool
+
+    def write_off(self, pool: Pool) -> None:
+        """The iterator was cut short, perhaps in a step of the ledger: nothing is carved from this pool any more."""
+        self._lent.discard(pool)
+        pool.segment.close()
 
     def close(self) -> None:
         """Give back what is idle; what is lent is closed when it comes back."""

@@ -7,19 +7,16 @@ autograd's version counters are not shared. What is built keeps the memory alive
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from shmloader.memory.dtypes import DTYPES, SIZES, tensor_on
 from shmloader.memory.layout import RAW, SHARED, Layout, Span
-
-#: All of torch's dtypes; a skeleton names one by its number, which is the same in every process of this torch.
-DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-SIZES = [dtype.itemsize for dtype in DTYPES]
+from shmloader.memory.outline import builder, contiguous_strides
 
 #: What a rebuilding function gets for a span: buffer, offset and size of the region in it, the offset of what is seen
 #: within the region, and the region's storage where several spans see it.
@@ -39,12 +36,17 @@ def decode(layout: Layout, buffer: Any, start: int = 0) -> Any:
 
 
 def _decode(layout: Layout, buffer: Any, start: int) -> Any:
-    places: list[Any]
-    if layout.simple:
-        places = [(buffer, start + span[1], span[2], 0, None) for span in layout.spans]
-    else:
-        places = list(_places(layout.spans, buffer, start))
-    return pickle.loads(layout.skeleton, buffers=places)
+    if layout.build is not None:
+        return layout.build(buffer, start)
+    if not layout.simple:
+        return pickle.loads(layout.skeleton, buffers=_places(layout.spans, buffer, start))
+    batch = pickle.loads(
+        layout.skeleton, buffers=[(buffer, start + span[1], span[2], 0, None) for span in layout.spans]
+    )
+    layout.uses += 1
+    if layout.uses == 2:  # a layout that comes again is worth a builder, if it can have one
+        layout.build = builder(batch, layout.spans)
+    return batch
 
 
 def _places(spans: tuple[Span, ...], buffer: Any, start: int) -> Iterator[Any]:
@@ -67,11 +69,10 @@ def _storage_on(buffer: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
 
 def _t(place: _Place, code: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A contiguous tensor."""
-    buffer, offset, nbytes, _, storage = place
+    buffer, offset, _, _, storage = place
     if storage is not None:
         return _s(place, code, shape, contiguous_strides(shape))
-    # resize_ on a fresh tensor, not view(): a view has a _base, and detach_() on it raises.
-    return torch.frombuffer(buffer, dtype=DTYPES[code], count=nbytes // SIZES[code], offset=offset).resize_(shape)
+    return tensor_on(buffer, offset, code, shape)
 
 
 def _s(place: _Place, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
@@ -92,6 +93,13 @@ def _g(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
+def _q(rebuild: Any, args: Any) -> torch.Tensor:
+    """A quantized tensor. torch's own function warns of a storage class that nobody but itself has used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return rebuild(*args)  # type: ignore[no-any-return]
+
+
 def _u(place: _Place) -> torch.UntypedStorage:
     """A storage."""
     buffer, offset, nbytes, _, storage = place
@@ -108,13 +116,3 @@ def _a(place: _Place, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndar
 def same(obj: Any) -> Any:
     """``obj``: lets a reduction put another object in the place of the one that it was asked for."""
     return obj
-
-
-@lru_cache(maxsize=4096)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor of ``shape``, as torch computes them."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

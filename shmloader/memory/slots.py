@@ -7,6 +7,7 @@ when a batch needs one and none is free, and dissolved when their size no longer
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -54,7 +55,7 @@ class Ledger:
     ) -> None:
         self._limit, self._reserve, self._punch = limit, reserve, punch
         self._most_slots = most_slots
-        self._free: list[Slot] = []
+        self._free: dict[int, Slot] = {}  # by offset, in the order in which they were freed
         self._slots: dict[int, Slot] = {}
         self._gaps: list[tuple[int, int]] = []
         self._top = 0
@@ -108,7 +109,7 @@ class Ledger:
             return None
         slot = self._take_free(nbytes) or self._carve(size_class(max(nbytes, self.typical_bytes)))
         if slot is None and nbytes > self.typical_bytes:
-            self._dissolve(self._free)
+            self._dissolve(self._free.values())
             slot = self._carve(size_class(nbytes))
         if slot is not None:
             self.apply(slot, SlotEvent.ASSIGN)
@@ -172,25 +173,25 @@ class Ledger:
         if usual * 2 <= self.typical_bytes:
             self._resize(usual)
         surplus = max(0, len(self._slots) - max(self._peak_slots, 1))
-        self._dissolve(self._free[: min(surplus, len(self._free))])
+        self._dissolve(itertools.islice(self._free.values(), surplus))
         self._peak_slots = self._largest_bytes = 0
 
     def give_back(self) -> int:
         """Dissolve every free slot; returns how many bytes that gave back."""
         before = self.carved_bytes
-        self._dissolve(self._free)
+        self._dissolve(self._free.values())
         return before - self.carved_bytes
 
     def _resize(self, nbytes: int) -> None:
         self.typical_bytes = nbytes
         self._outliers = 0
-        self._dissolve([slot for slot in self._free if slot.capacity != nbytes])
+        self._dissolve(slot for slot in self._free.values() if slot.capacity != nbytes)
 
     # -- ranges ------------------------------------------------------------------------------------------------
 
     def _account(self, slot: Slot, before: SlotState, after: SlotState) -> None:
         if before is SlotState.FREE:
-            self._free.remove(slot)
+            del self._free[slot.offset]
         self.bytes_by_state[before] -= slot.capacity
         if after is SlotState.DISSOLVED:
             del self._slots[slot.offset]
@@ -199,14 +200,16 @@ class Ledger:
             return
         self.bytes_by_state[after] += slot.capacity
         if after is SlotState.FREE:
-            slot.exposed_to.clear()
-            self._free.append(slot)
+            self._free[slot.offset] = slot
             if slot.capacity != self.typical_bytes:
                 self.apply(slot, SlotEvent.RECARVE)
 
     def _take_free(self, nbytes: int) -> Slot | None:
         # The last one freed comes first: its pages are the likeliest to be in a cache.
-        return next((slot for slot in reversed(self._free) if slot.capacity >= nbytes), None)
+        for slot in reversed(self._free.values()):
+            if slot.capacity >= nbytes:
+                return slot
+        return None
 
     def _dissolve(self, slots: Iterable[Slot]) -> None:
         for slot in tuple(slots):
@@ -231,7 +234,7 @@ class Ledger:
             return None
         slot = self._slots[offset] = Slot(offset, capacity)
         self.bytes_by_state[SlotState.FREE] += capacity
-        self._free.append(slot)
+        self._free[offset] = slot
         return slot
 
     def _take_gap(self, capacity: int) -> int:

@@ -44,11 +44,12 @@ class Channel:
         EOFError: the other side has closed its end or has died.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_outbox", "_partial", "_socket", "_view", "expects_fd")
+    __slots__ = ("__weakref__", "_buffer", "_outbox", "_partial", "_receive_into", "_socket", "_view", "expects_fd")
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
+        self._receive_into = end.recv_into
         self._buffer = bytearray(_PACKET_BYTES)
         self._view = memoryview(self._buffer)
         self._outbox: deque[tuple[bytes, int]] = deque()
@@ -80,12 +81,12 @@ class Channel:
     ) -> None:
         """Send a message, or queue what does not fit. Takes over ``fd``."""
         if len(body) <= INLINE_BYTES:
-            self._put(HEAD.pack(tag, flags, layout, epoch, batch, offset, size) + body, fd)
-            return
+            return self._put(HEAD.pack(tag, flags, layout, epoch, batch, offset, size) + body, fd)
         head = HEAD.pack(tag, flags | Flag.LONG, layout, epoch, batch, offset, size)
         self._put(head + _LENGTH.pack(len(body)), fd)
         for start in range(0, len(body), INLINE_BYTES):
             self._put(_FRAGMENT + body[start : start + INLINE_BYTES], -1)
+        return None
 
     def _put(self, packet: bytes, fd: int) -> None:
         if self._outbox or not self._push(packet, fd):
@@ -128,7 +129,7 @@ class Channel:
 
     def _read(self) -> tuple[int, int]:
         if not self.expects_fd:
-            return self._socket.recv_into(self._buffer), -1
+            return self._receive_into(self._buffer), -1
         length, ancillary, _, _ = self._socket.recvmsg_into(
             [self._buffer], socket.CMSG_SPACE(array.array("i").itemsize)
         )
@@ -140,7 +141,7 @@ class Channel:
     def _assemble(self, length: int, fd: int) -> Message | None:
         if self._partial is not None:
             return self._continue(length)
-        body = bytes(self._view[HEAD.size : length])
+        body = bytes(self._view[HEAD.size : length]) if length > HEAD.size else b""
         tag, flags, layout, epoch, batch, offset, size = HEAD.unpack_from(self._buffer)
         message = Message(tag, flags, layout, epoch, batch, offset, size, body, fd)
         if flags & Flag.LONG:

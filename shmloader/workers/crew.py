@@ -44,6 +44,8 @@ class Worker:
     channel: Channel
     pidfd: int
     state: WorkerState = WorkerState.STARTING
+    #: Whether the poll object also waits for room in the channel.
+    clogged: bool = False
     #: Layouts by number, as this process announced them: the numbers live as long as it does.
     layouts: dict[int, Layout] = field(default_factory=dict)
 
@@ -70,8 +72,10 @@ class Worker:
         body: bytes = b"",
     ) -> None:
         """Send a message. To a worker that has just died it goes nowhere: its end is for the wait to notice."""
-        with contextlib.suppress(EOFError):
+        try:  # noqa: SIM105 - suppress() takes a microsecond of every batch
             self.channel.send(tag, flags, NO_LAYOUT, epoch, batch, offset, size, body)
+        except EOFError:
+            pass
 
     def epitaph(self) -> str:
         """How the process ended, in torch's words."""
@@ -95,26 +99,22 @@ class Crew:
 
     Args:
         context: a multiprocessing context, or module, with ``Process``.
-        job: what all workers have in common.
         segment: the pool's mapping.
     """
 
-    def __init__(self, context: Any, job: Job, segment: Segment) -> None:
+    def __init__(self, context: Any, segment: Segment) -> None:
         self.workers: list[Worker] = []
         self._by_fd: dict[int, Worker] = {}
+        # A poll object lives in this process only: a forked child has nothing of it, and can undo nothing in it.
+        self._poller = select.poll()
         self._context = context
         self._segment = segment
         self._pid = os.getpid()
-        self._stopped = False
-        try:
-            self._start(job)
-        except BaseException:
-            self.stop()
-            raise
 
     # -- starting ----------------------------------------------------------------------------------------------
 
-    def _start(self, job: Job) -> None:
+    def start(self, job: Job) -> None:
+        """Start the workers, all with this job. If that fails, those that did start are left to :meth:`stop`."""
         method = self._context.get_start_method()
         if method == "forkserver":
             _preload(job)
@@ -130,22 +130,29 @@ class Crew:
     def _start_one(self, worker_id: int, payload: Job | Payload, method: str) -> None:
         channel, there = pair()
         token: Any = channel
+        process = None
         try:
             seat = self._seat(worker_id, there, payload, method)
             process = self._context.Process(target=body.main, args=(seat,), daemon=True)
             with pools.forking(token):
                 process.start()
+            # Out of multiprocessing's table: it ends every daemonic process in it when *any* process that has a copy
+            # of the table exits, such as a child of a plain os.fork(). Our own exit hook stops the workers instead.
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+            worker = Worker(worker_id, process, channel, _pidfd(process))
         except BaseException:
             channel.close()
+            if process is not None and process.pid is not None:
+                process.kill()
+                process.join()
+            pools.gone(token)
             raise
         finally:
             there.close()
-        # Out of multiprocessing's table: it ends every daemonic process in it when *any* process that has a copy of
-        # the table exits, such as a child of a plain os.fork(). Our own exit hook stops the workers instead.
-        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-        worker = Worker(worker_id, process, channel, _pidfd(process))
         self.workers.append(worker)
         self._by_fd[channel.fileno()] = self._by_fd[worker.pidfd] = worker
+        self._poller.register(worker.pidfd, select.POLLIN)
+        self._attend(worker)
 
     def _seat(self, worker_id: int, there: socket.socket, payload: Job | Payload, method: str) -> body.Seat:
         segment, forked = self._segment, method == "fork"
@@ -166,15 +173,23 @@ class Crew:
 
         It changes nothing, so an exception from a signal handler may cut it short at any point.
         """
-        # A poll object is no descriptor: nothing to inherit, and no number in it can outlive a closed channel.
-        poller = select.poll()
         for worker in self.workers:
-            if worker.state is not WorkerState.GONE:
-                poller.register(worker.pidfd, select.POLLIN)
-                if worker.channel.fileno() >= 0:
-                    wanted = select.POLLIN | (select.POLLOUT if worker.channel.backlog else 0)
-                    poller.register(worker.channel.fileno(), wanted)
-        return poller.poll(None if timeout_s is None else timeout_s * 1000)
+            if worker.channel.backlog or worker.clogged:
+                self._attend(worker)
+        return self._poller.poll(None if timeout_s is None else timeout_s * 1000)
+
+    def _attend(self, worker: Worker) -> None:
+        """Poll a worker's channel: for what it says, and for room where something waits to be sent to it."""
+        if worker.channel.fileno() >= 0:
+            worker.clogged = worker.channel.backlog
+            self._poller.register(worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.clogged else 0))
+
+    def _close_channel(self, worker: Worker) -> None:
+        # Out of the poll object first: the number will be another file's as soon as it is closed.
+        if worker.channel.fileno() >= 0:
+            self._poller.unregister(worker.channel.fileno())
+            del self._by_fd[worker.channel.fileno()]
+        worker.channel.close()
 
     def read(self, ready: list[tuple[int, int]]) -> list[Heard]:
         """What the workers have said, and which have ended though nobody told them to.
@@ -215,7 +230,7 @@ class Crew:
                     yield worker, message
         except EOFError:
             # The process is ending; only its pidfd says when it has, and until then this end would always be ready.
-            channel.close()
+            self._close_channel(worker)
 
     # -- ending ------------------------------------------------------------------------------------------------
 
@@ -226,10 +241,12 @@ class Crew:
             worker.send(Tag.STOP)
 
     def stop(self) -> None:
-        """Ask, insist, kill; each with a bound. Afterwards no process and no descriptor is left. Idempotent."""
-        if self._stopped or self._pid != os.getpid():
+        """Ask, insist, kill; each with a bound. Afterwards no process and no descriptor is left.
+
+        Idempotent; if an exception cuts it short, the next call goes on.
+        """
+        if self._pid != os.getpid():
             return
-        self._stopped = True
         for worker in self.workers:
             self.dismiss(worker)
         if not self._all_end(ASK_S):
@@ -249,17 +266,16 @@ class Crew:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            for _, message in self.read(self.wait(left)):
-                if message is not None and message.fd >= 0:
-                    os.close(message.fd)
+            close_files(self.read(self.wait(left)))
         return True
 
     def _bury(self, worker: Worker) -> None:
         """The exit is confirmed: reap it, and close what led to it."""
         worker.apply(WorkerEvent.EXIT)
+        self._close_channel(worker)
+        self._poller.unregister(worker.pidfd)
         del self._by_fd[worker.pidfd]
         os.close(worker.pidfd)
-        worker.channel.close()
         pools.gone(worker.channel)
         _exit_code(worker.process)
 
@@ -267,6 +283,13 @@ class Crew:
         """In a forked child, whose parent keeps the workers: close the inherited ends, end nobody."""
         for worker in self.workers:
             worker.channel.close()
+
+
+def close_files(heard: Iterable[Heard]) -> None:
+    """Nobody will read these messages: close the files that came with them."""
+    for _, message in heard:
+        if message is not None and message.fd >= 0:
+            os.close(message.fd)
 
 
 def _exit_code(process: BaseProcess) -> int | None:

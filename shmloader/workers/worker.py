@@ -253,26 +253,28 @@ class _Bench:
 
     def _make(self, message: Message) -> codec.Encoded | None:
         """Fetch, collate and take apart; the batch itself is gone when this returns."""
+        failure = self._set_up_error
+        data: Any = None
         try:
-            if self._set_up_error is not None:
-                self._fail(message, self._set_up_error)
-                return None
-            data = self._fetch(message)
+            if failure is None:
+                data = self._fetch(message)
         except StopIteration:
             self._ended = True
-            self._arena.close()
-            self._send_for(message, Tag.EXHAUSTED)
-            return None
         except Exception:
-            self._fail(message, ExceptionWrapper(where=self._where))
+            failure = ExceptionWrapper(where=self._where)
+        # Not inside an except clause: a live exception refers to the frames that it came through, and so to parts of
+        # the batch, which would count as kept.
+        if self._ended:
+            self._send_for(message, Tag.EXHAUSTED, self._close_arena())
             return None
-        try:
-            return codec.encode(data)
-        except Exception as error:
-            wrapped = _unpicklable(error, data, self._where)
-            del data
-            self._fail(message, wrapped)
-            return None
+        if failure is None:
+            try:
+                return codec.encode(data)
+            except Exception as error:
+                failure = _unpicklable(error, data, self._where)
+        del data
+        self._fail(message, failure)
+        return None
 
     def _fetch(self, message: Message) -> Any:
         if self._seed_batches:

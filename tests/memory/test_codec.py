@@ -212,6 +212,7 @@ def test_every_view_dtype_is_aligned_where_views_of_a_storage_start_anywhere(slo
     assert_same(slot.carry(batch), batch)
 
 
+@pytest.mark.slow
 def test_scattered_elements_of_one_storage_are_taken_apart_in_the_time_that_they_deserve() -> None:
     permutation = torch.randperm(8 * 16384)
     scattered = [permutation[8 * n] for n in range(16384)]
@@ -311,7 +312,9 @@ SPECIAL = {
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*nested tensors", "ignore:.*quantiz")
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "jagged" else []) for name in SPECIAL]
+)
 def test_a_tensor_of_a_special_kind_arrives_as_it_was_sent(slot: Slot, name: str) -> None:
     sent = SPECIAL[name]()
     assert_same(slot.carry([sent, "between", sent]), [sent, "between", sent])
