@@ -254,8 +254,10 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         """Pull one batch of indices and assign it; the sampler is never asked for more than that.
 
         What the user's sampler raises is theirs, and unless it comes ``amid`` another step, all that was pulled before
-        is still delivered. What was pulled with it is lost, and a generator has ended: the epoch's end will say so.
+        is still delivered. What was being pulled may be lost, and a generator has ended: nothing is pulled after it.
         """
+        if self._cut_off:
+            return
         try:
             indices = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:

@@ -22,6 +22,19 @@ SIZES = st.integers(1, 12 * PAGE_BYTES)
 TOKENS = st.sampled_from(["child", "worker", "foreign"])
 
 
+#: How a slot that is being filled gets to a state.
+WAYS: dict[SlotState, list[SlotEvent]] = {
+    S.FILLING: [],
+    S.READY: [E.FILLED],
+    S.LEASED: [E.FILLED, E.LEASE],
+    S.KEPT: [E.FILLED_KEPT],
+    S.EXPOSED: [E.FILLED, E.LEASE, E.EXPOSE],
+    S.QUARANTINED: [E.FILLED, E.LEASE, E.FENCE],
+    S.RETIRED: [E.FILLED, E.LEASE, E.CAPTURE],
+    S.FREE: [E.FAILED],
+}
+
+
 class Pages:
     """Plays the segment: which pages exist, and how much memory is left."""
 
@@ -62,17 +75,7 @@ def acquired(ledger: Ledger, nbytes: int = 0) -> Slot:
 
 def put(ledger: Ledger, slot: Slot, state: SlotState) -> Slot:
     """Move a slot that is being filled to ``state``."""
-    ways: dict[SlotState, list[SlotEvent]] = {
-        S.FILLING: [],
-        S.READY: [E.FILLED],
-        S.LEASED: [E.FILLED, E.LEASE],
-        S.KEPT: [E.FILLED_KEPT],
-        S.EXPOSED: [E.FILLED, E.LEASE, E.EXPOSE],
-        S.QUARANTINED: [E.FILLED, E.LEASE, E.FENCE],
-        S.RETIRED: [E.FILLED, E.LEASE, E.CAPTURE],
-        S.FREE: [E.FAILED],
-    }
-    for event in ways[state]:
+    for event in WAYS[state]:
         ledger.apply(slot, event)
     return slot
 
@@ -87,9 +90,10 @@ class LedgerLife(RuleBasedStateMachine):
         self.expected: dict[Slot, SlotState] = {}
         self.readers: dict[Slot, set[str]] = {}
 
-    @initialize(most_slots=st.sampled_from([None, None, 1, 3]))
-    def options(self, most_slots: int | None) -> None:
+    @initialize(most_slots=st.sampled_from([None, None, 1, 3]), first_bytes=SIZES)
+    def options(self, most_slots: int | None, first_bytes: int) -> None:
         self.ledger._most_slots = most_slots
+        self.ledger.learn(first_bytes)
 
     def pick(self, data: st.DataObject, state: SlotState) -> Slot:
         slots = sorted((slot for slot, its in self.expected.items() if its is state), key=lambda slot: slot.offset)
@@ -162,6 +166,16 @@ class LedgerLife(RuleBasedStateMachine):
             sidelined = (S.EXPOSED, S.KEPT, S.QUARANTINED, S.RETIRED)
             assert len(list(self.ledger)) - self.ledger.count(*sidelined) <= self.ledger._most_slots
 
+    @rule(states=st.lists(st.sampled_from([S.READY, S.LEASED, S.LEASED, S.KEPT, S.QUARANTINED]), max_size=6))
+    def fill_several(self, states: list[SlotState]) -> None:
+        before = set(self.expected)
+        for state in states:
+            self.acquire(0)
+            for slot in set(self.expected) - before:
+                for event in WAYS[state]:
+                    self.step(slot, event)
+            before = set(self.expected)
+
     @precondition(lambda self: self.has(S.FILLING))
     @rule(
         data=st.data(),
@@ -180,7 +194,9 @@ class LedgerLife(RuleBasedStateMachine):
     @precondition(lambda self: self.has(S.LEASED))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        slot = self.pick(data, S.LEASED)
+        self.release_one(self.pick(data, S.LEASED))
+
+    def release_one(self, slot: Slot) -> None:
         self.ledger.release(slot)
         self.note(slot, S.EXPOSED if self.readers[slot] else S.FREE)
 
@@ -201,12 +217,14 @@ class LedgerLife(RuleBasedStateMachine):
     def worker_lets_go(self, data: st.DataObject, event: SlotEvent) -> None:
         self.step(self.pick(data, S.KEPT), event)
 
-    @rule(token=TOKENS)
-    def fork(self, token: str) -> None:
+    @rule(token=TOKENS, released_after=st.booleans())
+    def fork(self, token: str, released_after: bool) -> None:
         self.ledger.expose(token)
-        for slot, state in self.expected.items():
+        for slot, state in tuple(self.expected.items()):
             if state is S.LEASED:
                 self.readers[slot].add(token)
+                if released_after:
+                    self.release_one(slot)
 
     @rule(token=st.sampled_from(["child", "worker"]))
     def child_ends(self, token: str) -> None:
