@@ -285,10 +285,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         return bool(self._workers_num_tasks[worker_id] < most // sum(self._workers_status))
 
     def _least_busy(self) -> int:
-        owing = [0] * self._num_workers
-        for task in self._pump.tasks.values():
-            owing[task.worker.id] += not task.answered
-        return owing.index(min(owing))
+        return min(self._crew.workers, key=lambda worker: worker.owes).id
 
     # -- in ----------------------------------------------------------------------------------------------------
 

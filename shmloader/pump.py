@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch._utils import ExceptionWrapper
 
-from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning
+from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning, ProtocolError
 from shmloader.memory import codec
 from shmloader.memory.layout import Layout
 from shmloader.memory.pool import Pool, private_buffer
@@ -95,6 +95,7 @@ class Pump:
         body = codec.pack(indices)
         slot = None if self._needy else self._acquire(0)
         self.tasks[batch] = self._owed[self.epoch, batch] = Task(batch, self.epoch, worker, indices, slot)
+        worker.owes += 1
         offset, size = (slot.offset, slot.capacity) if slot else (0, 0)
         worker.send(Tag.FILL, epoch=self.epoch, batch=batch, offset=offset, size=size, body=body)
 
@@ -165,11 +166,14 @@ class Pump:
             self.pool.let_go(message.offset)
             return None
         key = message.epoch, message.batch
-        task = self._owed[key]
+        task = self._owed.get(key)
+        if task is None:
+            raise ProtocolError(f"message {message.tag} for batch {message.batch} of epoch {message.epoch}: not owed")
         wanted = self.tasks.get(task.batch) is task
         if message.tag == Tag.NEED_SPACE:
             return self._note_need(task, message.size, wanted)
         del self._owed[key]
+        task.worker.owes -= 1
         if message.tag == Tag.FILLED:
             self._note_filled(task, message)
         else:
@@ -254,6 +258,7 @@ class Pump:
         for key, task in tuple(self._owed.items()):
             if task.worker is worker and task.epoch == message.epoch:
                 del self._owed[key]
+                worker.owes -= 1
                 if self.tasks.get(task.batch) is task:
                     del self.tasks[task.batch]
                 if task.slot is not None:

@@ -45,8 +45,9 @@ class Segment:
     def __init__(self, nbytes: int, available: Callable[[], int]) -> None:
         self._available = available
         self._credit_bytes = 0
-        self.fd = os.memfd_create("shmloader-pool", os.MFD_CLOEXEC)
-        self.nbytes, self.map = _map_largest(self.fd, nbytes)
+        fd = os.memfd_create("shmloader-pool", os.MFD_CLOEXEC)
+        self.nbytes, self.map = _map_largest(fd, nbytes)  # closes the descriptor if it fails
+        self.fd = fd
         self.address = address_of(self.map)
 
     @classmethod

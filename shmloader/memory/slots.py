@@ -201,7 +201,9 @@ class Ledger:
         self.bytes_by_state[after] += slot.capacity
         if after is SlotState.FREE:
             self._free[slot.offset] = slot
-            if slot.capacity != self.typical_bytes:
+            # One that was sidelined may have been made good meanwhile.
+            surplus = before in _SIDELINED and self._most_slots is not None and self._circulating() > self._most_slots
+            if surplus or slot.capacity != self.typical_bytes:
                 self.apply(slot, SlotEvent.RECARVE)
 
     def _take_free(self, nbytes: int) -> Slot | None:
@@ -216,10 +218,13 @@ class Ledger:
             self.apply(slot, SlotEvent.RECARVE)
 
     def _room_for(self, capacity: int) -> bool:
-        if self._most_slots is not None and len(self._slots) - self.count(*_SIDELINED) >= self._most_slots:
+        if self._most_slots is not None and self._circulating() >= self._most_slots:
             return False
         fits = any(length >= capacity for _, length in self._gaps) or self._top + capacity <= self._limit()
         return fits and self.carved_bytes + capacity <= self._limit()
+
+    def _circulating(self) -> int:
+        return len(self._slots) - self.count(*_SIDELINED)
 
     def _carve(self, capacity: int) -> Slot | None:
         if not self._room_for(capacity):

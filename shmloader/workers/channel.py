@@ -107,8 +107,12 @@ class Channel:
                 os.close(fd)
         except BlockingIOError:
             return False
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise EOFError("the other side is gone") from error
+        except OSError as error:
+            # This end was closed when the other side's end was read; that its process has ended may be news yet to come.
+            closed = self._socket.fileno() < 0
+            if closed or isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                raise EOFError("the other side is gone") from error
+            raise
         return True
 
     def receive(self) -> Message | None:

@@ -44,6 +44,8 @@ class Worker:
     channel: Channel
     pidfd: int
     state: WorkerState = WorkerState.STARTING
+    #: Batches that it was given and has not answered.
+    owes: int = 0
     #: Whether the poll object also waits for room in the channel.
     clogged: bool = False
     #: Layouts by number, as this process announced them: the numbers live as long as it does.

@@ -297,12 +297,23 @@ class _Bench:
             encoded.drop()
             self._send_for(message, Tag.FAILED, self._close_arena())
         elif grant.flags & Flag.NOTHING:
-            file, offsets = _in_file(encoded)
-            self._answer(message, encoded, offsets, Flag.IN_FILE, file)
+            self._answer_in_file(message, encoded)
         else:
             there = codec.place(encoded, self._segment.address + grant.offset, grant.size)
             assert there is not None, "the grant is as large as was asked for"
             self._answer(message, encoded, there)
+
+    def _answer_in_file(self, message: Message, encoded: codec.Encoded) -> None:
+        failure = None
+        try:
+            file, offsets = _in_file(encoded)
+        except OSError:  # out of memory or of descriptors: this batch's error, not the worker's end
+            failure = ExceptionWrapper(where=self._where)
+        if failure is None:
+            self._answer(message, encoded, offsets, Flag.IN_FILE, file)
+        else:
+            encoded.drop()
+            self._fail(message, failure)
 
     def _answer(
         self, message: Message, encoded: codec.Encoded, offsets: list[int], flags: int = Flag.NONE, file: int = -1
@@ -379,9 +390,13 @@ def _in_file(encoded: codec.Encoded) -> tuple[int, list[int]]:
     """The batch in an anonymous file of its own, for when the pool has no room for it."""
     nbytes = max(codec.need(encoded), 1)
     file = os.memfd_create("shmloader-batch", os.MFD_CLOEXEC)
-    os.posix_fallocate(file, 0, nbytes)
-    with mmap.mmap(file, nbytes, mmap.MAP_SHARED) as pages:
-        offsets = codec.place(encoded, address_of(pages), nbytes)
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+        with mmap.mmap(file, nbytes, mmap.MAP_SHARED) as pages:
+            offsets = codec.place(encoded, address_of(pages), nbytes)
+    except BaseException:
+        os.close(file)
+        raise
     assert offsets is not None
     return file, offsets
 

@@ -338,6 +338,16 @@ def test_a_sidelined_slot_does_not_count_against_the_number_of_slots_but_a_lease
     assert ledger.acquire() is None
 
 
+def test_a_sidelined_slot_that_comes_back_after_it_was_made_good_is_one_too_many() -> None:
+    ledger = ledger_of(most_slots=2)
+    ledger.learn(PAGE_BYTES)
+    kept, other = put(ledger, acquired(ledger), S.KEPT), acquired(ledger)
+    made_good = acquired(ledger)
+    ledger.apply(kept, E.LET_GO)
+    assert kept.state is S.DISSOLVED
+    assert set(ledger) == {other, made_good}
+
+
 def test_when_no_pages_can_be_had_existing_slots_go_on_and_a_first_one_says_why() -> None:
     pages = Pages()
     pages.left = False
