@@ -25,14 +25,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _MultiProcessingDataLoaderIter,
-    _SingleProcessDataLoaderIter,
 )
 
 from shmloader.errors import IteratorBrokenError, WorkerDiedError
 from shmloader.memory.pool import Lender
 from shmloader.pump import Pump, Task
-from shmloader.stats import Counts, Record
-from shmloader.workers import seeding
+from shmloader.stats import Record
 from shmloader.workers.crew import Crew, Worker, close_files
 from shmloader.workers.payload import Job
 from shmloader.workers.protocol import Message, Tag
@@ -423,31 +421,3 @@ def _shut_down_all() -> None:
     _serve_orphans()
     for iterator in tuple(_live):
         iterator._shutdown_workers()
-
-
-class InProcessIter(_SingleProcessDataLoaderIter):
-    """``num_workers=0``: torch's iterator, which counts, and under ``seeding="batch"`` seeds every fetch."""
-
-    def __init__(self, loader: Any, terms: Terms) -> None:
-        super().__init__(loader)
-        self._seed_batches = terms.seed_batches
-        self._counts = terms.record.counts = Counts()
-        terms.record.workers, terms.record.slots = 0, dict
-
-    def _next_data(self) -> Any:
-        started = time.perf_counter()
-        try:
-            data = self._fetch() if self._seed_batches else super()._next_data()  # type: ignore[no-untyped-call]
-        finally:
-            self._counts.wait_s += time.perf_counter() - started
-        self._counts.batches += 1
-        return data
-
-    def _fetch(self) -> Any:
-        # The sampler draws from the training process's generators as ever; only the fetch is set apart, or dropout
-        # masks would repeat with every batch.
-        indices = self._next_index()  # type: ignore[no-untyped-call]
-        with seeding.isolated():
-            seeding.seed_batch(int(self._base_seed), 0, self._num_yielded)
-            data = self._dataset_fetcher.fetch(indices)
-        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.errors import PlatformWarning, SeedingWarning
-from shmloader.iterator import InProcessIter, ShmIter, Terms
+from shmloader.inprocess import InProcessIter
+from shmloader.iterator import ShmIter, Terms
 from shmloader.memory import segment
 from shmloader.memory.budget import check_slots, default_budget, parse_memory_limit
 from shmloader.memory.pool import Lender

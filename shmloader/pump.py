@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch._utils import ExceptionWrapper
 
 from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning, ProtocolError
 from shmloader.memory import codec
@@ -26,6 +24,7 @@ from shmloader.memory.segment import MARGIN_BYTES
 from shmloader.memory.slots import Slot
 from shmloader.stats import Counts
 from shmloader.workers.crew import Crew, Worker
+from shmloader.workers.failure import unpack_failure
 from shmloader.workers.protocol import NO_LAYOUT, Flag, Message, SlotEvent, Tag
 
 #: A batch that came in a file of its own is copied out of it below this size: mappings are a limited resource, and a
@@ -51,7 +50,7 @@ class Task:
     layout: Layout | None = None
     #: Private memory that holds the batch, where it does not lie in the slot.
     buffer: Any = None
-    error: BaseException | ExceptionWrapper | None = None
+    error: BaseException | None = None
 
     @property
     def answered(self) -> bool:
@@ -251,7 +250,7 @@ class Pump:
                 self._leave(slot, SlotEvent.FILLED_KEPT if message.flags & Flag.KEPT else event)
         task.slot = task.moved_from = None
         if message.body:
-            task.error = _wrapper(*codec.unpack(message.body))
+            task.error = unpack_failure(message.body)
 
     def void(self, worker: Worker, message: Message) -> None:
         """The worker's iterable data set has ended: it will not answer what it still holds of this epoch."""
@@ -290,12 +289,7 @@ class Pump:
         del self.tasks[task.batch]
         # Neither the task nor a traceback of ours goes on referring to it, or they would keep each other alive.
         error, task.error = task.error, None
-        if isinstance(error, ExceptionWrapper):
-            try:
-                _reraise(error)
-            except Exception as raised:
-                error = raised.with_traceback(None)
-        assert isinstance(error, BaseException)
+        assert error is not None
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"shmloader: this was {task.name()}")
         return error
@@ -352,23 +346,3 @@ def _contents(fd: int) -> Any:
     copy = private_buffer(len(pages))
     copy[:] = np.frombuffer(pages, np.uint8)
     return copy
-
-
-def _wrapper(wrapped: bytes, name: str, text: str, where: str) -> BaseException | ExceptionWrapper:
-    """torch's wrapper of an error as it came from a worker; a RuntimeError where its class cannot be had here."""
-    try:
-        wrapper: ExceptionWrapper = pickle.loads(wrapped)
-        return wrapper
-    except Exception:
-        return RuntimeError(f"Caught {name} {where}.\nOriginal {text}")
-
-
-def _reraise(wrapper: ExceptionWrapper) -> None:
-    try:
-        wrapper.reraise()
-    except Exception as error:
-        if isinstance(error, (wrapper.exc_type, RuntimeError)):
-            raise
-        # A class with a `message` attribute and a constructor of its own: torch calls it wrongly and hides the cause.
-        text = f"Caught {wrapper.exc_type.__name__} {wrapper.where}.\nOriginal {wrapper.exc_msg}"
-        raise RuntimeError(text) from error

@@ -172,3 +172,30 @@ def batches(draw: st.DrawFn) -> Any:
     leaves: list[Any] = [view for base in bases for view in views_of(base)]
     leaves += draw(st.lists(arrays, max_size=2))
     return draw(nests(st.one_of(st.sampled_from(leaves), tensors, arrays, plain)))
+
+
+@st.composite
+def plain_batches(draw: st.DrawFn) -> list[Any]:
+    """Several batches of lists, tuples, dicts and plain tensors, alike in outline more often than not.
+
+    Some of their tensors share a storage, or are the same one.
+    """
+    shapes = draw(st.lists(st.sampled_from([(), (2,), (3,), (0,), (2, 2)]), min_size=1, max_size=3))
+    large = torch.arange(1000.0)
+
+    def tensor(shape: tuple[int, ...]) -> torch.Tensor:
+        numel = int(np.prod(shape, dtype=int))
+        start = draw(st.sampled_from([None, None, None, 0, 1, 2, 500, 990]))
+        if start is None:
+            return random_tensor(torch.float32, shape, draw(st.integers(0, 9)))
+        return large[start : start + numel].view(shape)
+
+    def batch() -> Any:
+        tensors = [tensor(shape) for shape in shapes]
+        tensors += draw(st.lists(st.sampled_from(tensors), max_size=1))
+        kind = draw(st.sampled_from([list, tuple, dict, "deep"]))
+        if kind is dict:
+            return {str(n): tensor for n, tensor in enumerate(tensors)}
+        return {"a": tensors, "b": (tensors[0], [])} if kind == "deep" else kind(tensors)
+
+    return [batch() for _ in range(draw(st.integers(1, 8)))]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import TypeAlias
 
 from torch import Tensor
@@ -35,6 +35,8 @@ class Race:
     ratio: float  # median of the rounds' own ratios, above 1 where ours is faster
     ratio_low: float  # half of the rounds lie between these two
     ratio_high: float
+    torch_cpu_s: float | None  # processor seconds a batch, in all processes; None where the system does not tell
+    shmloader_cpu_s: float | None
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,44 @@ def race(pairs: Callable[[int], Dataset[Pair]], batch_size: int, workers: int, b
     `pairs(count)` makes the dataset; it is asked for the batches of the warm-up as well.
     """
     dataset = pairs(batch_size * (batches + PREFETCH * workers))
-    spent: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with _loader(THEIRS, dataset, batch_size, workers) as theirs, _loader(OURS, dataset, batch_size, workers) as ours:
-        for loader in (theirs, ours):
-            batch_bytes = _drain(loader)  # starts the workers and warms every cache; not counted
+        lanes = _Lane(theirs), _Lane(ours)
         for _ in range(rounds):
-            for kind, loader in ((THEIRS, theirs), (OURS, ours)):
-                spent[kind].append(_seconds_per_batch(loader))
-    low, middle, high = quantiles((their_s / our_s for their_s, our_s in zip(spent[THEIRS], spent[OURS])), n=4)
-    return Race(batch_bytes, rounds, 1 / median(spent[THEIRS]), 1 / median(spent[OURS]), middle, low, high)
+            for lane in lanes:
+                lane.run()
+    return _judge(*lanes)
+
+
+class _Lane:
+    """One loader's side of a race."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batch_bytes = _drain(loader)  # starts the workers and warms every cache; not counted
+        self.batch_s: list[float] = []  # by round
+        self.cpu_s: list[float] = []  # a batch, by round
+
+    def run(self) -> None:
+        """One round."""
+        before = footprint.tree_cpu_s() if footprint.readable() else 0.0
+        self.batch_s.append(_seconds_per_batch(self.loader))
+        if footprint.readable():
+            self.cpu_s.append((footprint.tree_cpu_s() - before) / len(self.loader))
+
+
+def _judge(theirs: _Lane, ours: _Lane) -> Race:
+    low, middle, high = quantiles((their_s / our_s for their_s, our_s in zip(theirs.batch_s, ours.batch_s)), n=4)
+    return Race(
+        batch_bytes=ours.batch_bytes,
+        rounds=len(ours.batch_s),
+        torch_batches_per_s=1 / median(theirs.batch_s),
+        shmloader_batches_per_s=1 / median(ours.batch_s),
+        ratio=middle,
+        ratio_low=low,
+        ratio_high=high,
+        torch_cpu_s=fmean(theirs.cpu_s) if theirs.cpu_s else None,
+        shmloader_cpu_s=fmean(ours.cpu_s) if ours.cpu_s else None,
+    )
 
 
 def hold(kind: str, dataset: Dataset[Pair], batch_size: int, workers: int) -> Holding:

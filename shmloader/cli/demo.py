@@ -173,12 +173,12 @@ def _hold_both(pairs: PairedDataset, batch_size: int, workers: int) -> dict[str,
 
 
 def _batch_work_s(pairs: PairedDataset, batch_size: int) -> float:
-    """Seconds that one batch costs whoever makes it, without a loader: median over the dataset."""
+    """Processor seconds that one batch costs whoever makes it, without a loader: median over the dataset."""
     seconds = []
     for first in range(0, len(pairs), batch_size):
-        start = time.perf_counter()
+        start = time.process_time()
         default_collate([pairs[index] for index in range(first, first + batch_size)])
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return median(seconds)
 
 

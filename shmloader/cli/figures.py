@@ -37,7 +37,7 @@ class Figures:
     compute_threads: int
     training: Training
     held_out: tuple[Restored, ...]
-    batch_work_s: float  # what decoding and degrading one batch of the job costs one worker
+    batch_work_s: float  # processor time of making one batch of the job, without a loader
     job: Race
     decoded: Race
     held: dict[str, Holding] | None  # by loader; None where the system does not tell

@@ -45,11 +45,17 @@ def _comparisons(figures: Figures) -> list[str]:
     work = f"{1000 * figures.batch_work_s:.1f} ms"
     return [
         f"1 this job       {_speeds(figures.job)}",
-        f"                 blur, noise and JPEG cost a worker {work} a batch with either",
+        f"                 {_cpu(figures.job)}; blur, noise and JPEG are {work} of it with either",
         f"2 decoded uint8  {_speeds(figures.decoded)}",
-        f"                 nothing to compute: it counts how {_size(figures.decoded.batch_bytes)} a batch cross",
+        f"                 {_cpu(figures.decoded)}; {_size(figures.decoded.batch_bytes)} cross, nothing is computed",
         *_holdings(figures.held),
     ]
+
+
+def _cpu(race: Race) -> str:
+    if race.torch_cpu_s is None or race.shmloader_cpu_s is None:
+        return "CPU a batch: not measured"
+    return f"CPU a batch: {1000 * race.torch_cpu_s:.1f} and {1000 * race.shmloader_cpu_s:.1f} ms"
 
 
 def _speeds(race: Race) -> str:

@@ -110,14 +110,15 @@ def encode(obj: Any, *, keep_shared: bool = False) -> Encoded:
     if outline.key is None:
         return _pickle(obj, keep_shared)
     regions = [_region(tensor) for tensor in outline.tensors]
+    if len({region.key for region in regions}) != len(regions):
+        return _pickle(obj, keep_shared)  # storages are shared in ways that the outline does not tell
     known = _skeletons.get(outline.key)
-    if known is not None and len({region.key for region in regions}) == len(regions):
+    if known is not None:
         return Encoded(known.skeleton, regions, known.sights)
     encoded = _pickle(obj, keep_shared)
-    if len(encoded.regions) == len(regions):
-        if len(_skeletons) >= MOST_SKELETONS:
-            _skeletons.clear()
-        _skeletons[outline.key] = Encoded(encoded.skeleton, [], encoded.sights)
+    if len(_skeletons) >= MOST_SKELETONS:
+        _skeletons.clear()
+    _skeletons[outline.key] = Encoded(encoded.skeleton, [], encoded.sights)
     return encoded
 
 

@@ -89,8 +89,10 @@ def builder(obj: Any, spans: tuple[Span, ...]) -> Builder | None:
 
     Every call makes fresh containers: the consumer may change the ones it was given.
     """
-    key = Outline(obj).key
-    return None if key is None else _build(key, iter(spans))
+    outline = Outline(obj)
+    if outline.key is None or len(outline.tensors) != len(spans):
+        return None  # not plain, or one tensor at two places
+    return _build(outline.key, iter(spans))
 
 
 def _build(key: Any, spans: Iterator[Span]) -> Builder:

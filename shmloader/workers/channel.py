@@ -108,7 +108,7 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            # This end was closed when the other side's end was read; that its process has ended may be news yet to come.
+            # This end was closed when the other side's end was read; news of its process's end may be yet to come.
             closed = self._socket.fileno() < 0
             if closed or isinstance(error, (BrokenPipeError, ConnectionResetError)):
                 raise EOFError("the other side is gone") from error

@@ -152,9 +152,7 @@ class Crew:
         finally:
             there.close()
         self.workers.append(worker)
-        self._by_fd[channel.fileno()] = self._by_fd[worker.pidfd] = worker
-        self._poller.register(worker.pidfd, select.POLLIN)
-        self._attend(worker)
+        self._enlist(worker)
 
     def _seat(self, worker_id: int, there: socket.socket, payload: Job | Payload, method: str) -> body.Seat:
         segment, forked = self._segment, method == "fork"
@@ -180,6 +178,13 @@ class Crew:
                 self._attend(worker)
         return self._poller.poll(None if timeout_s is None else timeout_s * 1000)
 
+    def _enlist(self, worker: Worker) -> None:
+        self._by_fd[worker.pidfd] = worker
+        self._poller.register(worker.pidfd, select.POLLIN)
+        if worker.channel.fileno() >= 0:
+            self._by_fd[worker.channel.fileno()] = worker
+        self._attend(worker)
+
     def _attend(self, worker: Worker) -> None:
         """Poll a worker's channel: for what it says, and for room where something waits to be sent to it."""
         if worker.channel.fileno() >= 0:
@@ -187,11 +192,15 @@ class Crew:
             self._poller.register(worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.clogged else 0))
 
     def _close_channel(self, worker: Worker) -> None:
-        # Out of the poll object first: the number will be another file's as soon as it is closed.
-        if worker.channel.fileno() >= 0:
-            self._poller.unregister(worker.channel.fileno())
-            del self._by_fd[worker.channel.fileno()]
+        self._forget(worker.channel.fileno())
         worker.channel.close()
+
+    def _forget(self, fd: int) -> None:
+        """Out of the poll object before it is closed: the number will be another file's. Idempotent, unlike both."""
+        if fd >= 0:
+            with contextlib.suppress(KeyError):
+                self._poller.unregister(fd)
+            self._by_fd.pop(fd, None)
 
     def read(self, ready: list[tuple[int, int]]) -> list[Heard]:
         """What the workers have said, and which have ended though nobody told them to.
@@ -249,7 +258,9 @@ class Crew:
         """
         if self._pid != os.getpid():
             return
-        for worker in self.workers:
+        for worker in self._alive():
+            # Again: an exception may have come between.
+            self._enlist(worker)
             self.dismiss(worker)
         if not self._all_end(ASK_S):
             for worker in self._alive():
@@ -273,13 +284,12 @@ class Crew:
 
     def _bury(self, worker: Worker) -> None:
         """The exit is confirmed: reap it, and close what led to it."""
-        worker.apply(WorkerEvent.EXIT)
         self._close_channel(worker)
-        self._poller.unregister(worker.pidfd)
-        del self._by_fd[worker.pidfd]
-        os.close(worker.pidfd)
         pools.gone(worker.channel)
         _exit_code(worker.process)
+        self._forget(worker.pidfd)
+        worker.apply(WorkerEvent.EXIT)
+        os.close(worker.pidfd)
 
     def disown(self) -> None:
         """In a forked child, whose parent keeps the workers: close the inherited ends, end nobody."""

@@ -59,12 +59,16 @@ class Payload:
         # Locks, queues and shared tensors refuse to be pickled unless a child is being started. Standing in for it
         # lets one pickle serve all workers: the descriptors are collected here and passed to each.
         context.set_spawning_popen(inherited)  # type: ignore[arg-type]
+        self._file, self._fds = -1, inherited.fds
         try:
             encoded = encode(job, keep_shared=True)
+            context.set_spawning_popen(None)
+            self._file, self._nbytes = _write(encoded)
+        except BaseException:
+            self.close()
+            raise
         finally:
             context.set_spawning_popen(None)
-        self._fds = inherited.fds
-        self._file, self._nbytes = _write(encoded)
 
     def __reduce__(self) -> Any:
         return _load, (FdParcel(self._file), self._nbytes, [FdParcel(fd) for fd in self._fds])

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 _MASK64 = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15  # splitmix64's
 
 
 def seed_worker(base_seed: int, worker_id: int) -> int:
@@ -32,7 +34,7 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
 
 def batch_seed(base_seed: int, epoch: int, batch: int) -> int:
     """64 bits for one batch, by two rounds of splitmix64's mixing (Steele, Lea, Flood 2014)."""
-    return _mix(_mix(base_seed + 0x9E3779B97F4A7C15 * (epoch + 1)) + 0x9E3779B97F4A7C15 * (batch + 1))
+    return _mix(_mix(base_seed + _STEP * (epoch + 1)) + _STEP * (batch + 1))
 
 
 def _mix(z: int) -> int:
@@ -48,7 +50,9 @@ def seed_batch(base_seed: int, epoch: int, batch: int) -> None:
     # Not torch.manual_seed: it also goes through every accelerator and takes a hundred times as long.
     torch.default_generator.manual_seed(seed & (_MASK64 >> 1))
     random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    # Not `seed`: random's and numpy's Mersenne twisters would run in step.
+    other = _mix(seed + _STEP)
+    np.random.seed([other & 0xFFFFFFFF, other >> 32])
 
 
 @contextmanager
@@ -63,8 +67,25 @@ def isolated() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
+#: Data sets keep what they wrap in short lists; the first few entries say what is in a long one.
+_LOOKED_AT = 16
+
+
 def own_generators(dataset: Any) -> list[str]:
-    """Names of attributes of ``dataset`` that are random generator objects, which no seeding here can reach."""
+    """Names of attributes of ``dataset``, or of data sets that it wraps, that are random generator objects.
+
+    No seeding here can reach those.
+    """
     kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-    state = getattr(dataset, "__dict__", {})
-    return [name for name, value in state.items() if isinstance(value, kinds)]
+    found: list[str] = []
+    ahead, seen = [("", dataset)], {id(dataset)}
+    while ahead:
+        prefix, holder = ahead.pop(0)
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, kinds):
+                found.append(prefix + name)
+            for wrapped in value[:_LOOKED_AT] if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(wrapped, Dataset) and id(wrapped) not in seen:
+                    seen.add(id(wrapped))
+                    ahead.append((f"{prefix}{name}.", wrapped))
+    return found

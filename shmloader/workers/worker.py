@@ -6,12 +6,10 @@ import ctypes
 import gc
 import mmap
 import os
-import pickle
 import select
 import signal
 import socket
 import threading
-from collections import deque
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,18 +26,12 @@ from shmloader.memory.locate import locate
 from shmloader.memory.segment import Segment, address_of
 from shmloader.workers import seeding
 from shmloader.workers.channel import Channel, close_inherited
+from shmloader.workers.failure import pack_failure
+from shmloader.workers.inbox import Inbox, Orphaned, Stopped
 from shmloader.workers.payload import FdParcel, Job, Payload, Unopened
 from shmloader.workers.protocol import INLINE_BYTES, NO_LAYOUT, Flag, Message, Tag
 
 _PR_SET_PDEATHSIG = 1
-
-
-class _Stopped(Exception):
-    """The main process said so."""
-
-
-class _Orphaned(Exception):
-    """The main process is gone."""
 
 
 @dataclass(slots=True)
@@ -73,7 +65,7 @@ def main(seat: Seat) -> None:
         segment = seat.pool if isinstance(seat.pool, Segment) else Segment.attach(seat.pool[0].fd, seat.pool[1])
         assert not isinstance(seat.job, Payload), "a payload arrives unopened"
         serve(seat.worker_id, seat.job, Inbox(Channel(seat.end), watch), segment)
-    except (KeyboardInterrupt, _Orphaned):
+    except (KeyboardInterrupt, Orphaned):
         pass
     finally:
         # A second Ctrl-C while the process winds up would print a traceback that helps nobody.
@@ -85,11 +77,11 @@ def _watch_loader(seat: Seat) -> int:
     try:
         watch = os.pidfd_open(seat.loader_pid)
     except ProcessLookupError:
-        raise _Orphaned from None
+        raise Orphaned from None
     if seat.death_signal:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != seat.loader_pid:
-            raise _Orphaned
+            raise Orphaned
     else:
         threading.Thread(target=_exit_with, args=(watch,), name="shmloader-watch", daemon=True).start()
     return watch
@@ -102,61 +94,11 @@ def _exit_with(watch: int) -> NoReturn:
     os._exit(1)
 
 
-class Inbox:
-    """What the main process sends, in order; waiting for it also notices that process's end.
-
-    Args:
-        channel: this side's end.
-        watch: descriptor that becomes readable when the main process ends, or -1.
-    """
-
-    def __init__(self, channel: Channel, watch: int = -1) -> None:
-        self.channel = channel
-        self._watch = watch
-        self._aside: deque[Message] = deque()
-        self._poller = select.poll()
-        if watch >= 0:
-            self._poller.register(watch, select.POLLIN)
-
-    def take(self) -> Message:
-        """The next message; waits for it."""
-        while True:
-            self._read()
-            if self._aside:
-                return self._aside.popleft()
-            self._wait()
-
-    def take_grant(self) -> Message:
-        """The answer to NEED_SPACE; whatever else arrives meanwhile is set aside in order."""
-        while True:
-            self._read()
-            for message in self._aside:
-                if message.tag == Tag.GRANT:
-                    self._aside.remove(message)
-                    return message
-            self._wait()
-
-    def _read(self) -> None:
-        try:
-            self.channel.flush()
-            while (message := self.channel.receive()) is not None:
-                if message.tag == Tag.STOP:
-                    raise _Stopped
-                self._aside.append(message)
-        except EOFError:
-            raise _Orphaned from None
-
-    def _wait(self) -> None:
-        self._poller.register(self.channel.fileno(), select.POLLIN | (select.POLLOUT if self.channel.backlog else 0))
-        if any(fd == self._watch for fd, _ in self._poller.poll()):
-            raise _Orphaned
-
-
 def serve(worker_id: int, job: Job | Unopened, inbox: Inbox, segment: Segment) -> None:
     """Set up as torch sets up its workers, then answer until told to stop.
 
     Raises:
-        _Orphaned: the main process is gone.
+        Orphaned: the main process is gone.
     """
     arena = Arena(segment)
     with allocating_in(arena):
@@ -165,7 +107,7 @@ def serve(worker_id: int, job: Job | Unopened, inbox: Inbox, segment: Segment) -
             bench.set_up(job)
             while True:
                 bench.handle(inbox.take())
-        except _Stopped:
+        except Stopped:
             pass
 
 
@@ -337,13 +279,7 @@ class _Bench:
         return Flag.KEPT if self._arena.close() else Flag.NONE
 
     def _fail(self, message: Message, error: ExceptionWrapper) -> None:
-        try:
-            wrapped = pickle.dumps(error)
-        except Exception:
-            # A class that cannot be found by its name; torch falls back to RuntimeError where it cannot build one.
-            wrapped = b""
-        body = codec.pack((wrapped, error.exc_type.__name__, error.exc_msg, error.where))
-        self._send_for(message, Tag.FAILED, self._close_arena(), body=body)
+        self._send_for(message, Tag.FAILED, self._close_arena(), body=pack_failure(error))
 
     def _send_for(
         self,
@@ -374,7 +310,7 @@ class _Bench:
         try:
             self._inbox.channel.send(tag, flags, layout, epoch, batch, offset, size, body, fd)
         except EOFError:
-            raise _Orphaned from None
+            raise Orphaned from None
 
 
 def _unpicklable(error: Exception, data: Any, where: str) -> ExceptionWrapper:

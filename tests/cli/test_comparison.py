@@ -24,6 +24,7 @@ def test_a_race_measures_both_whatever_the_number_of_workers(workers: int) -> No
     figures = race(rows, batch_size=4, workers=workers, batches=2, rounds=3)
     assert (figures.batch_bytes, figures.rounds) == (2 * 4 * 3 * 16 * 16, 3)
     assert min(figures.torch_batches_per_s, figures.shmloader_batches_per_s) > 0
+    assert (figures.torch_cpu_s is None) == (not footprint.readable())
     assert figures.ratio_low <= figures.ratio <= figures.ratio_high
 
 
@@ -45,4 +46,4 @@ def test_ours_needs_no_descriptor_for_a_kept_tensor() -> None:
     ],
 )
 def test_the_verdict_claims_no_more_than_the_rounds_show(ratio: float, low: float, high: float, words: str) -> None:
-    assert verdict(Race(1, 5, 1.0, ratio, ratio, low, high)) == words
+    assert verdict(Race(1, 5, 1.0, ratio, ratio, low, high, None, None)) == words

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -53,3 +54,21 @@ def test_descriptors_count_what_is_open() -> None:
     with open(os.devnull), open(os.devnull):
         assert footprint.descriptors() == before + 2
     assert footprint.descriptors() == before
+
+
+@pytest.mark.slow
+def test_processor_time_counts_the_children() -> None:
+    before = footprint.tree_cpu_s()
+    told, tell = os.pipe()
+    if (child := os.fork()) == 0:
+        while time.process_time() < 0.2:  # starts at 0 in a child
+            pass
+        os.write(tell, b"x")
+        signal.pause()
+    os.read(told, 1)
+    spent = footprint.tree_cpu_s() - before
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(told)
+    os.close(tell)
+    assert spent >= 0.17  # the clock ticks every 10 ms, one count for each process

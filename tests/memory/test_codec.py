@@ -22,7 +22,19 @@ from shmloader.memory.locate import locate
 from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import address_of
 from tests.equal import assert_same
-from tests.nests import DTYPES, SHAPES, Point, Record, Sample, Tagged, batches, random_tensor, tagged, tensors
+from tests.nests import (
+    DTYPES,
+    SHAPES,
+    Point,
+    Record,
+    Sample,
+    Tagged,
+    batches,
+    plain_batches,
+    random_tensor,
+    tagged,
+    tensors,
+)
 
 SLOT_BYTES = 1 << 20
 
@@ -83,6 +95,20 @@ def test_a_nest_arrives_through_a_slot_as_it_was_sent(batch: Any) -> None:
 @given(batches())
 def test_a_nest_arrives_through_packed_bytes_as_it_was_sent(batch: Any) -> None:
     assert_same(unpack(pack(batch)), batch)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(plain_batches())
+def test_batches_that_look_alike_arrive_as_they_were_sent_whatever_is_remembered_of_earlier_ones(sent: Any) -> None:
+    known: dict[Any, Layout] = {}
+    for batch in sent * 3:
+        slot, encoded = Slot(4096), encode(batch)
+        offsets = place(encoded, slot.address, slot.nbytes)
+        assert offsets is not None
+        layout = known.setdefault(encoded.key(offsets), encoded.layout(offsets))
+        assert layout.to_bytes() == encoded.layout(offsets).to_bytes()
+        assert_same(decode(layout, slot.map), batch)
 
 
 @settings(max_examples=40)
