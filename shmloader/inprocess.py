@@ -19,6 +19,7 @@ class InProcessIter(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, terms: Terms) -> None:
         super().__init__(loader)
         self._seed_batches = terms.seed_batches
+        self._fetched = 0
         self._counts = terms.record.counts = Counts()
         terms.record.workers, terms.record.slots = 0, dict
 
@@ -35,7 +36,8 @@ class InProcessIter(_SingleProcessDataLoaderIter):
         # The sampler draws from the training process's generators as ever; only the fetch is set apart, or dropout
         # masks would repeat with every batch.
         indices = self._next_index()  # type: ignore[no-untyped-call]
+        batch, self._fetched = self._fetched, self._fetched + 1  # one that fails counts, as it does in workers
         with seeding.isolated():
-            seeding.seed_batch(int(self._base_seed), 0, self._num_yielded)
+            seeding.seed_batch(int(self._base_seed), 0, batch)
             data = self._dataset_fetcher.fetch(indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data

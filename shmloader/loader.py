@@ -156,10 +156,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Live iterators of this loader end; iterating again starts afresh. Safe to call twice.
         """
-        home = _homes.pop(id(self), None)
+        home = _homes.get(id(self))
         if home is not None:
             home.close()
         self._iterator = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A live iterator stays where it is. torch's own loader cannot be pickled while it has one.
+        return {**self.__dict__, "_iterator": None}
 
     def __enter__(self) -> DataLoader[T_co]:
         return self
@@ -244,6 +248,7 @@ class _Home:
         for iterator in tuple(self.iterators):
             iterator._shutdown_workers()
         self.retire()
+        self._lender = None
 
     def retire(self) -> None:
         """The loader is gone: iterators that live on keep what they have, what is idle goes."""

@@ -53,7 +53,7 @@ def _in_a_folder(path: Path | None) -> Path | None:
 
 @application.command()
 def demo(
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the patches (3; with --quick 1).")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the patches (4; with --quick 1).")] = None,
     seconds: Annotated[
         float | None, typer.Option(callback=_above_zero, help="Stop training after so many seconds, if earlier.")
     ] = None,

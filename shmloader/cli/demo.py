@@ -42,7 +42,7 @@ class Scale:
     kept_batch_size: int = 32
 
 
-FULL = Scale(epochs=3, patches=2048, degradations=3, rounds=15, job_batches=32, decoded_batches=24)
+FULL = Scale(epochs=4, patches=2048, degradations=3, rounds=15, job_batches=32, decoded_batches=24)
 QUICK = Scale(epochs=1, patches=1024, degradations=1, rounds=5, job_batches=24, decoded_batches=16)
 
 

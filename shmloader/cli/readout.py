@@ -42,10 +42,10 @@ def _add_row(table: Table, name: str, degraded_db: float, restored_db: float) ->
 
 
 def _comparisons(figures: Figures) -> list[str]:
-    work = f"{1000 * figures.batch_work_s:.1f} ms"
+    work = f"blur, noise and JPEG {1000 * figures.batch_work_s:.1f} with either"
     return [
         f"1 this job       {_speeds(figures.job)}",
-        f"                 {_cpu(figures.job)}; blur, noise and JPEG are {work} of it with either",
+        f"                 {_cpu(figures.job)}, of which {work}",
         f"2 decoded uint8  {_speeds(figures.decoded)}",
         f"                 {_cpu(figures.decoded)}; {_size(figures.decoded.batch_bytes)} cross, nothing is computed",
         *_holdings(figures.held),
@@ -54,8 +54,8 @@ def _comparisons(figures: Figures) -> list[str]:
 
 def _cpu(race: Race) -> str:
     if race.torch_cpu_s is None or race.shmloader_cpu_s is None:
-        return "CPU a batch: not measured"
-    return f"CPU a batch: {1000 * race.torch_cpu_s:.1f} and {1000 * race.shmloader_cpu_s:.1f} ms"
+        return "CPU ms a batch: not measured"
+    return f"CPU ms a batch: {1000 * race.torch_cpu_s:.1f} and {1000 * race.shmloader_cpu_s:.1f}"
 
 
 def _speeds(race: Race) -> str:

@@ -54,17 +54,19 @@ class Pool:
         most_slots: int | None = None,
     ) -> None:
         self.segment = segment = Segment(limit_bytes, available)
-        self._siblings: weakref.WeakSet[Pool] = weakref.WeakSet(siblings)
-        self.ledger = Ledger(self._limit, segment.reserve, segment.punch, most_slots)
+        self._siblings = others = weakref.WeakSet(siblings)
+
+        # Without a reference to the pool: in a cycle its mapping would wait for the garbage collector.
+        def limit() -> int:
+            return segment.nbytes - sum(other.ledger.carved_bytes for other in others)
+
+        self.ledger = Ledger(limit, segment.reserve, segment.punch, most_slots)
         for sibling in siblings:
             sibling._siblings.add(self)
         self._returned: deque[Slot] = deque()
         self._debug = os.environ.get("SHMLOADER_DEBUG") == "1"
         self._pid = os.getpid()
         _pools.add(weakref.ref(self, _pools.discard))
-
-    def _limit(self) -> int:
-        return self.segment.nbytes - sum(sibling.ledger.carved_bytes for sibling in self._siblings)
 
     @property
     def inherited(self) -> bool:

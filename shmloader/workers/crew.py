@@ -120,10 +120,11 @@ class Crew:
         method = self._context.get_start_method()
         if method == "forkserver":
             _preload(job)
+        worker_ids = range(job.num_workers)  # out here: that a float is no count has nothing to do with pickling
         with _explained(), _sigint_blocked():
             payload = job if method == "fork" else Payload(job)
             try:
-                for worker_id in range(job.num_workers):
+                for worker_id in worker_ids:
                     self._start_one(worker_id, payload, method)
             finally:
                 if isinstance(payload, Payload):
