@@ -146,7 +146,7 @@ def bits_of(value: Any) -> bytes:
     if isinstance(value, float):
         return struct.pack("d", value)
     plain = value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _parts(tensor: torch.Tensor) -> list[Any]:

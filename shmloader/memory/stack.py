@@ -21,6 +21,9 @@ from torch.utils.data._utils.collate import collate, default_collate, default_co
 #: Makes an uninitialised tensor of a dtype and shape, in the range if it fits.
 Allocate = Callable[[torch.dtype, tuple[int, ...]], torch.Tensor]
 
+#: What torch raises where it is to stack into memory that is not of the result's type, or that autograd would track.
+_ONLY_IN_WORKERS = (RuntimeError, TypeError)
+
 #: torch's own entries. A map that differs from them is the user's.
 _ORIGINAL = {
     kind: function for kind, function in default_collate_fn_map.items() if function.__module__ == torch_collate.__name__
@@ -40,14 +43,14 @@ def stack(samples: Any, allocate: Allocate) -> Any:
         return _stack_by_torch(samples)
     try:
         return _stack(samples, allocate)
-    except RuntimeError:
+    except _ONLY_IN_WORKERS:
         return _stack_as_in_main(samples)
 
 
 def _stack_by_torch(samples: Any) -> Any:
     try:
         return default_collate(samples)
-    except RuntimeError:
+    except _ONLY_IN_WORKERS:
         return _stack_as_in_main(samples)
 
 
@@ -83,8 +86,7 @@ def _stack(samples: Sequence[Any], allocate: Allocate) -> Any:
 
 
 def _stack_sequences(samples: Sequence[Any], allocate: Allocate) -> Any:
-    length = len(samples[0])
-    if any(len(sample) != length for sample in samples):
+    if len(set(map(len, samples))) != 1:
         return collate(samples, collate_fn_map=default_collate_fn_map)  # raises torch's text
     return [_stack(column, allocate) for column in zip(*samples, strict=False)]
 
