@@ -238,13 +238,13 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._try_put_index()
 
     def _deliver(self, task: Task) -> _Outcome:
-        data = self._pump.deliver(task)
-        if not self._pin_memory:
-            return _Outcome(data)
         try:
-            return _Outcome(pin_memory(data, self._pin_memory_device))
-        except Exception as error:  # a batch's own pin_memory() may raise anything
-            return _Outcome(error=error)
+            data = self._pump.deliver(task)
+            return _Outcome(pin_memory(data, self._pin_memory_device) if self._pin_memory else data)
+        except Exception as error:
+            if task.batch in self._pump.tasks:
+                raise  # not delivered yet: a warning of ours that the user has made an error
+            return _Outcome(error=error)  # the batch's own classes may raise anything
 
     # -- out ---------------------------------------------------------------------------------------------------
 
@@ -413,6 +413,16 @@ def _serve_orphans() -> None:
             except BaseException:
                 _orphans.append(orphan)
                 raise
+
+
+def _disown_all() -> None:
+    # In a forked child a next() would read, from the very same channels, the answers that the parent waits for.
+    for iterator in tuple(_live):
+        iterator._unsettled = True
+        iterator._crew.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 @atexit.register

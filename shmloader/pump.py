@@ -278,7 +278,11 @@ class Pump:
                     "memory, which is slower; raise memory_limit or slots, or hold fewer batches",
                 )
             self._copy_out(task)
-        data = self.pool.lend_batch(task.slot, layout) if task.slot else decode(layout, task.buffer)
+        try:
+            data = self.pool.lend_batch(task.slot, layout) if task.slot else decode(layout, task.buffer)
+        except Exception:
+            del self.tasks[task.batch]  # a class of the batch's refuses to be rebuilt: later batches come all the same
+            raise
         del self.tasks[task.batch]
         self.counts.batches += 1
         self.counts.bytes += layout.nbytes

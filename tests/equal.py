@@ -19,7 +19,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
     """Fails, naming the place, unless both are the same through and through.
 
     Where ``theirs`` has its conjugate or negative bit set, ``ours`` may have it resolved. Of arrays that are contiguous
-    in neither order, a C-contiguous copy is the same: so does pickle hand them on.
+    in neither order, a C-contiguous copy is the same, and of those in foreign byte order a native one: so does pickle
+    hand them on.
     """
     walk = _Walk()
     walk.compare(ours, theirs, "batch")
@@ -117,6 +118,8 @@ class _Walk:
         self._memory.append(_Seen(where, _extent(ours), _extent(theirs)))
 
     def _compare_arrays(self, ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any], where: str) -> None:
+        if not theirs.dtype.isnative and theirs.dtype.names is None:
+            theirs = theirs.astype(theirs.dtype.newbyteorder("="))
         assert ours.dtype == theirs.dtype, f"{where}: {ours.dtype} for {theirs.dtype}"
         assert ours.shape == theirs.shape, f"{where}: shape {ours.shape} for {theirs.shape}"
         assert ours.flags.writeable, f"{where}: read-only"

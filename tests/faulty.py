@@ -102,6 +102,49 @@ class Sleepy(Numbers):
         return super().__getitem__(index)
 
 
+class Telling(Numbers):
+    """Its forked workers can tell the test a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_end, self.write_end = os.pipe()
+
+    def tell(self, number: int) -> None:
+        """In a worker."""
+        os.write(self.write_end, number.to_bytes(8, "little"))
+
+    def hear(self) -> int:
+        """In the test: the next number that was told."""
+        return int.from_bytes(os.read(self.read_end, 8), "little")
+
+    def __del__(self) -> None:
+        os.close(self.read_end)
+        os.close(self.write_end)
+
+
+class SoundSleeper(Telling):
+    """Tells its worker's pid at item 0, and sleeps for an hour."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            self.tell(os.getpid())
+            time.sleep(3600)
+        return super().__getitem__(index)
+
+
+class Parent(Telling):
+    """Item 0 forks a child that inherits whatever is open and sleeps for an hour, and tells its pid."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            child = os.fork()
+            if child == 0:
+                time.sleep(3600)
+                os._exit(0)
+            self.tell(child)
+        return super().__getitem__(index)
+
+
 class Unpicklable(Numbers):
     """Cannot be sent to another process."""
 

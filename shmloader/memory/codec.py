@@ -189,6 +189,8 @@ class _Pickler(pickle.Pickler):
             return self._reduce_array(obj)
         if kind is torch.UntypedStorage:
             return self._reduce_storage(obj)
+        if isinstance(obj, np.ndarray) and not obj.flags.writeable:
+            return obj.__reduce__()  # in band: what is read-only would arrive so, but from torch's loader it does not
         if isinstance(obj, torch.Tensor) and (obj.is_conj() or obj.is_neg()):
             resolved = obj.resolve_conj().resolve_neg()
             resolved.__dict__.update(obj.__dict__)
@@ -221,8 +223,14 @@ class _Pickler(pickle.Pickler):
 
     def _reduce_array(self, value: np.ndarray[Any, Any]) -> Any:
         dtype = value.dtype
-        if dtype.hasobject or value.nbytes == 0:
+        if dtype.hasobject or dtype.itemsize == 0:
             return NotImplemented
+        if not dtype.isnative and dtype.names is None:
+            # As torch's loader hands it on: numpy's in-band pickles arrive in native byte order, which torch demands.
+            dtype = dtype.newbyteorder("=")
+            value = value.astype(dtype)
+        if value.size == 0:
+            return (rebuild._n, (value.shape, dtype))
         flags = value.flags
         if not (flags.c_contiguous or flags.f_contiguous):
             value = np.ascontiguousarray(value)

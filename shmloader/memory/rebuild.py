@@ -53,7 +53,8 @@ def _places(spans: tuple[Span, ...], buffer: Any, start: int) -> Iterator[Any]:
     storages: dict[int, torch.UntypedStorage] = {}
     for kind, offset, nbytes, inner in spans:
         if kind == RAW:
-            yield memoryview(buffer).cast("B")[start + offset : start + offset + nbytes]
+            # An empty one needs no memory, and a batch of nothing else has none.
+            yield memoryview(buffer).cast("B")[start + offset : start + offset + nbytes] if nbytes else bytearray()
             continue
         if kind == SHARED and offset not in storages:
             storages[offset] = _storage_on(buffer, start + offset, nbytes)
@@ -111,6 +112,11 @@ def _a(place: _Place, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndar
     buffer, offset, _, inner, _ = place
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, offset + inner, order=order)
     return array
+
+
+def _n(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """A numpy array without elements."""
+    return np.empty(shape, dtype)
 
 
 def same(obj: Any) -> Any:

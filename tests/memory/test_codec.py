@@ -397,6 +397,20 @@ def test_an_array_of_objects_arrives(slot: Slot, sent: np.ndarray[Any, Any]) -> 
     assert_same(slot.carry(sent), sent)
 
 
+@pytest.mark.parametrize("batch", [[], np.empty((0, 3)), [torch.empty(0), np.empty(0)], Ellipsis, {"a": {}}])
+def test_a_batch_without_any_bytes_needs_no_memory(slot: Slot, batch: Any) -> None:
+    slot.carry(batch)
+    assert slot.layout is not None
+    assert slot.layout.extent == 0
+    assert repr(decode(slot.layout, None)) == repr(batch)
+
+
+def test_an_array_in_foreign_byte_order_arrives_in_native_order_as_through_torchs_loader(slot: Slot) -> None:
+    arrived = slot.carry(np.array([[1, 2], [3, 4]], ">f4", order="F"))
+    assert arrived.dtype == np.dtype("f4")
+    assert torch.from_numpy(arrived).tolist() == [[1, 2], [3, 4]]
+
+
 @pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="numpy before 2.0 has no StringDType")
 def test_an_array_of_variable_length_strings_arrives(slot: Slot) -> None:
     sent = np.array(["short", "long " * 100, ""], np.dtypes.StringDType())
@@ -409,6 +423,17 @@ def test_a_memory_mapped_array_arrives_as_stock_pickle_hands_it_on(slot: Slot, t
     arrived, theirs = slot.carry(sent), pickle.loads(pickle.dumps(sent))
     assert type(arrived) is type(theirs)
     assert_same(np.asarray(arrived), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, np.recarray, np.memmap])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 3)])
+def test_a_read_only_array_arrives_writable_as_from_torchs_loader(slot: Slot, kind: Any, shape: Any) -> None:
+    sent = np.ones(shape, [("a", "i4")] if kind is np.recarray else "i4").view(kind)
+    sent.flags.writeable = False
+    arrived = slot.carry(sent)
+    assert type(arrived) is kind
+    assert arrived.flags.writeable
+    assert arrived.tolist() == sent.tolist()
 
 
 def test_a_masked_array_arrives(slot: Slot) -> None:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.errors import ProtocolError
@@ -25,8 +24,8 @@ from shmloader.workers import crew as crews
 from shmloader.workers.crew import Crew
 from shmloader.workers.payload import Job
 from shmloader.workers.protocol import Message, Tag, WorkerEvent, WorkerState
-from tests.faulty import Numbers, Sleepy, Trap, Unpicklable
-from tests.programs import all_gone, alive, descriptors, within
+from tests.faulty import Numbers, Parent, SoundSleeper, Trap, Unpicklable
+from tests.programs import alive, all_gone, descriptors, within
 
 #: A range for every fill of a worker; the tests never have two workers write at once.
 RANGE = (0, 1 << 16)
@@ -37,10 +36,10 @@ PATIENCE_S = 10.0
 def hire() -> Iterator[Callable[..., Crew]]:
     """Makes crews that are stopped in the end."""
     made: list[Crew] = []
-    segment = Segment(1 << 20, lambda: 1 << 40)
-    segment.reserve(0, 1 << 20)
 
     def make(dataset: Any, workers: int = 1, method: str = "fork", start: bool = True, **options: Any) -> Crew:
+        segment = Segment(1 << 20, lambda: 1 << 40)
+        segment.reserve(0, 1 << 20)
         crew = Crew(multiprocessing.get_context(method), segment)
         made.append(crew)
         if start:
@@ -48,9 +47,8 @@ def hire() -> Iterator[Callable[..., Crew]]:
         return crew
 
     yield make
-    for crew in made:
-        crew.stop()
-    segment.close()
+    while made:  # and keep none of them: pytest would keep them beyond the look at what is left behind
+        made.pop().stop()
 
 
 def job(dataset: Any, workers: int = 1, worker_init_fn: Callable[[int], None] | None = None) -> Job:
@@ -115,12 +113,13 @@ def test_no_worker_stays_in_multiprocessings_table(hire: Callable[..., Crew]) ->
     assert set(multiprocessing.process._children) == before  # type: ignore[attr-defined]
 
 
-def test_a_worker_costs_three_descriptors(hire: Callable[..., Crew]) -> None:
+def test_a_worker_costs_four_descriptors(hire: Callable[..., Crew]) -> None:
+    """Its channel, the one that watches the process, and multiprocessing's two."""
     crew = hire(Numbers(), start=False)
     before = descriptors()
     crew.start(job(Numbers(), 4))
     until(crew, WorkerState.SERVING)
-    assert descriptors() - before <= 4 * 3
+    assert descriptors() - before <= 4 * 4
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -144,6 +143,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(
     assert not alive(started[-1])
     crew.stop()
     assert all_gone(started, 0)
+    crew.workers.clear()
     assert descriptors() == before
 
 
@@ -162,31 +162,34 @@ def test_a_job_that_cannot_be_pickled_warns_in_torchs_words_and_leaves_nothing(
     assert descriptors() == before
 
 
-def test_a_ctrl_c_while_workers_start_waits_until_they_have(hire: Callable[..., Crew]) -> None:
+def test_a_ctrl_c_while_workers_start_leaves_nothing(hire: Callable[..., Crew]) -> None:
     crew = hire(Numbers(), start=False)
-    sent: list[int] = []
+    before = descriptors()
+    started = []
 
-    class Hasty(Numbers):
-        def __len__(self) -> int:
-            return 1
+    class Process(multiprocessing.get_context("fork").Process):  # type: ignore[misc, name-defined]
+        """Its third start is followed by Ctrl-C at once."""
+
+        def start(self) -> None:
+            super().start()
+            started.append(self.pid)
+            if len(started) == 3:
+                raise KeyboardInterrupt
 
     class Context:
-        """fork's, pressing Ctrl-C before each start."""
+        """fork's, with that process."""
 
-        @staticmethod
-        def get_start_method() -> str:
-            return "fork"
+        get_start_method = staticmethod(lambda: "fork")
 
-        @staticmethod
-        def Process(**options: Any) -> Any:  # noqa: N802 - multiprocessing's name
-            os.kill(os.getpid(), signal.SIGINT)
-            sent.append(1)
-            return multiprocessing.get_context("fork").Process(**options)
-
+    Context.Process = Process  # type: ignore[attr-defined]
     crew._context = Context
     with pytest.raises(KeyboardInterrupt):
-        crew.start(job(Hasty(), 3))
-    assert len(sent) == len(crew.workers) == 3
+        crew.start(job(Numbers(), 4))
+    crew.stop()
+    assert len(started) == 3
+    assert all_gone(started, 0)
+    crew.workers.clear()
+    assert descriptors() == before
 
 
 # -- hearing ------------------------------------------------------------------------------------------------------
@@ -259,33 +262,17 @@ def test_sending_between_the_end_of_the_channel_and_the_end_of_the_process(hire:
 
 
 def test_a_grandchild_that_holds_everything_open_does_not_delay_the_notice(hire: Callable[..., Crew]) -> None:
-    crew = hire(Parent())
+    parent = Parent()
+    crew = hire(parent)
     order(crew, 0, 0, [0])
     ((_, message),) = hear(crew, 1)
     assert message is not None
+    grandchild = parent.hear()
     os.kill(pids(crew)[0], signal.SIGKILL)
     with within(2.0):
         assert hear(crew, 1) == [(0, None)]
-
-
-class Parent(Dataset[torch.Tensor]):
-    """Forks a child that inherits everything and lives as long as the test's process."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        main = os.getppid()
-        if os.fork() == 0:
-            watch = os.pidfd_open(main)
-            os.read(self.read_end, 1)
-            os.close(watch)
-            os._exit(0)
-        return torch.zeros(1)
-
-    def __init__(self) -> None:
-        self.read_end, self.write_end = os.pipe()
-
-    def __del__(self) -> None:
-        os.close(self.read_end)
-        os.close(self.write_end)
+    assert alive(grandchild)
+    os.kill(grandchild, signal.SIGKILL)
 
 
 def test_a_fork_of_our_own_does_not_confuse_the_poll_object(hire: Callable[..., Crew]) -> None:
@@ -359,20 +346,22 @@ def test_a_worker_that_is_busy_is_asked_then_terminated(
     hire: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crews, "ASK_S", 0.05)
-    crew = hire(Sleepy(at=0))
-    until(crew, WorkerState.SERVING)
+    sleeper = SoundSleeper()
+    crew = hire(sleeper)
     order(crew, 0, 0, [0])
+    sleeper.hear()
     with within(2.0):
         crew.stop()
-    assert crew.workers[0].state is WorkerState.GONE
+    assert all_gone(pids(crew), 0)
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(hire: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crews, "ASK_S", 0.05)
     monkeypatch.setattr(crews, "INSIST_S", 0.05)
-    crew = hire(Sleepy(at=0), worker_init_fn=ignore_sigterm)
-    until(crew, WorkerState.SERVING)
+    sleeper = SoundSleeper()
+    crew = hire(sleeper, worker_init_fn=ignore_sigterm)
     order(crew, 0, 0, [0])
+    sleeper.hear()
     with within(2.0):
         crew.stop()
     assert crew.workers[0].process.exitcode == -signal.SIGKILL
