@@ -7,15 +7,11 @@ goes is torch's to the letter; the names that frameworks look for are torch's, t
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import itertools
 import os
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,10 +23,12 @@ from torch.utils.data.dataloader import (
     _MultiProcessingDataLoaderIter,
 )
 
+from shmloader import endings
 from shmloader.errors import IteratorBrokenError, WorkerDiedError
 from shmloader.memory.pool import Lender
 from shmloader.pump import Pump, Task
 from shmloader.stats import Record
+from shmloader.turns import Turns
 from shmloader.workers.crew import Crew, Worker, close_files
 from shmloader.workers.payload import Job
 from shmloader.workers.protocol import Message, Tag
@@ -80,7 +78,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._terms = terms
         # Batches of a map-style data set that are seeded one by one may be made by anybody.
-        self._dynamic = terms.seed_batches and self._dataset_kind != _DatasetKind.Iterable
+        self._anybody = terms.seed_batches and self._dataset_kind != _DatasetKind.Iterable
         self._unsettled = False
         self._fatal: str | None = None
         try:
@@ -96,7 +94,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, self._pool.segment)
         self._pump = Pump(self._crew, self._pool, terms.limit_bytes, terms.available, terms.copy)
         self._shutdown = self._ended = False
-        _live.add(self)
+        endings.register(self)
         self._crew.start(self._job(loader))
         self._workers = [worker.process for worker in self._crew.workers]
 
@@ -118,10 +116,13 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:
             self._check_usable()
-        with _pump_busy():
+        outermost = endings.enter()
+        try:
             self._unsettled = True
             self._begin(loader, first_iter)
             self._settle()
+        finally:
+            endings.leave(outermost)
 
     def _begin(self, loader: Any, first_iter: bool) -> None:
         if not first_iter:
@@ -133,9 +134,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._send_idx = 0  # the next batch to be assigned
         self._rcvd_idx = 0  # the next batch to be delivered, in order
         self._arrived: deque[int] = deque()  # answered batches as they came, for in_order=False
-        self._workers_status = [True] * self._num_workers  # whether a worker still has data in this epoch
-        self._workers_num_tasks = [0] * self._num_workers
-        self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
+        self._turns = Turns(self._crew.workers, self._prefetch_factor, self._in_order, self._anybody)
         self._length_called = loader._IterableDataset_len_called is not None
         self._withheld: _Outcome | None = None  # what next() has come to, until it has returned it
         self._handing = False
@@ -184,8 +183,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def _run(self) -> None:
         """Pump until the next batch, or its error, is there: it is then withheld for the caller."""
-        outermost = not getattr(_pumping, "busy", False)
-        _pumping.busy = True
+        outermost = endings.enter()
         self._unsettled = True
         try:
             while self._withheld is None:
@@ -197,9 +195,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
                 else:
                     self._hear()
         finally:
-            if outermost:
-                _pumping.busy = False
-                _serve_orphans()
+            endings.leave(outermost)
 
     def _due(self) -> Task | None:
         """The task to deliver now, if it is answered; ends the epoch when there is none left."""
@@ -229,7 +225,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         return next(iter(tasks), -1)
 
     def _hand_over(self, task: Task) -> None:
-        self._workers_num_tasks[task.worker.id] -= 1
+        self._turns.delivered(task.worker)
         outcome = _Outcome(error=self._pump.fail(task)) if task.error is not None else self._deliver(task)
         self._pump.serve_needs(self._lowest())
         # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile. Should the sampler
@@ -263,27 +259,11 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         except BaseException:
             self._cut_off, self._unsettled = True, amid
             raise
-        worker_id = self._least_busy() if self._dynamic else self._next_in_turn()
-        if worker_id is None:
+        worker = self._turns.next()
+        if worker is None:
             return
-        self._pump.assign(self._send_idx, self._crew.workers[worker_id], indices)
-        self._workers_num_tasks[worker_id] += 1
+        self._pump.assign(self._send_idx, worker, indices)
         self._send_idx += 1
-
-    def _next_in_turn(self) -> int | None:
-        """torch's rule: round robin over the workers that still have data; out of order only those with capacity."""
-        for _ in range(self._num_workers):
-            worker_id = next(self._worker_queue_idx_cycle)
-            if self._workers_status[worker_id] and (self._in_order or self._has_capacity(worker_id)):
-                return worker_id
-        return None
-
-    def _has_capacity(self, worker_id: int) -> bool:
-        most = self._prefetch_factor * self._num_workers
-        return bool(self._workers_num_tasks[worker_id] < most // sum(self._workers_status))
-
-    def _least_busy(self) -> int:
-        return min(self._crew.workers, key=lambda worker: worker.owes).id
 
     # -- in ----------------------------------------------------------------------------------------------------
 
@@ -320,7 +300,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _exhaust(self, worker: Worker, message: Message) -> None:
         self._pump.void(worker, message)
         if message.epoch == self._pump.epoch:
-            self._workers_status[worker.id] = False
+            self._turns.exhausted(worker)
             if not self._persistent_workers:
                 self._crew.dismiss(worker)
             self._try_put_index(amid=True)
@@ -376,58 +356,11 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             self._pool.abandon()
             self._terms.lender.take_back(self._pool)
 
+    def _disown(self) -> None:
+        """In a forked child: this iterator, its workers and its pool are the parent's."""
+        self._unsettled = True
+        self._crew.disown()
+
     def __del__(self) -> None:
-        if getattr(self, "_ended", True):
-            return
-        if getattr(_pumping, "busy", False):
-            _orphans.append(self)
-        else:
-            self._shutdown_workers()
-
-
-#: Iterators with workers, for the exit hook.
-_live: weakref.WeakSet[ShmIter] = weakref.WeakSet()
-#: Iterators whose finalizer ran in the middle of a pump of the same thread; shut down when that is through.
-_orphans: deque[ShmIter] = deque()
-_pumping = threading.local()
-
-
-@contextlib.contextmanager
-def _pump_busy() -> Iterator[None]:
-    """Inside, finalizers of iterators only post; the outermost serves them at its end."""
-    outermost, _pumping.busy = not getattr(_pumping, "busy", False), True
-    try:
-        yield
-    finally:
-        if outermost:
-            _pumping.busy = False
-            _serve_orphans()
-
-
-def _serve_orphans() -> None:
-    with contextlib.suppress(IndexError):
-        while True:
-            orphan = _orphans.popleft()
-            try:
-                orphan._shutdown_workers()
-            except BaseException:
-                _orphans.append(orphan)
-                raise
-
-
-def _disown_all() -> None:
-    # In a forked child a next() would read, from the very same channels, the answers that the parent waits for.
-    for iterator in tuple(_live):
-        iterator._unsettled = True
-        iterator._crew.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
-
-
-@atexit.register
-def _shut_down_all() -> None:
-    """Before multiprocessing's own hook, and while modules are still whole: nothing may be left to finalizers."""
-    _serve_orphans()
-    for iterator in tuple(_live):
-        iterator._shutdown_workers()
+        if not getattr(self, "_ended", True):
+            endings.finalize(self)

@@ -818,7 +818,7 @@ TRAVELLERS: dict[str, Callable[[], Any]] = {
     "storage": lambda: [torch.arange(3).untyped_storage().tolist()],
     "typed array": lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
     "empty array": lambda: np.empty((2, 0), np.uint8),
-    "nothing": lambda: [],
+    "nothing": list,
     "foreign byte order": lambda: [np.arange(3, dtype=">i4"), np.array([(1,)], [("a", ">f8")])],
     "F-order": lambda: np.asfortranarray(np.arange(6).reshape(2, 3)),
     "reversed": lambda: np.arange(6)[::-2],

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +24,7 @@ from tests.equal import assert_same
 from tests.faulty import Numbers
 from tests.programs import Forked, Teller
 
-WIDTH = 1000
+WIDTH = 1024
 COUNT = 40
 
 
@@ -72,11 +71,11 @@ def test_a_forked_child_reads_its_batch_whatever_the_parent_does_next(gate: Gate
     iterator = iter(loader())
     batch = next(iterator)
 
-    def read(teller: Teller) -> None:
+    def read(teller: Teller, batch: torch.Tensor) -> None:
         gate.wait()
         teller.tell(constant(batch))
 
-    with Forked(read) as child:
+    with Forked(read, batch) as child:
         del batch
         rest = [constant(batch) for batch in iterator]
         gate.open()
@@ -89,14 +88,14 @@ def test_a_forked_childs_writes_do_not_reach_later_batches(gate: Gate) -> None:
     iterator = iter(loader())
     batch = next(iterator)
 
-    def scribble(teller: Teller) -> None:
+    def scribble(teller: Teller, batch: torch.Tensor) -> None:
         gate.wait()
         batch.fill_(-7)
         teller.tell("written")
         while True:
             batch.add_(1)
 
-    with Forked(scribble) as child:
+    with Forked(scribble, batch) as child:
         del batch
         held = [next(iterator) for _ in range(10)]
         gate.open()
@@ -326,42 +325,48 @@ DERIVED: dict[str, Callable[[torch.Tensor], Any]] = {
     "storage": lambda batch: batch.untyped_storage(),
     "memoryview": lambda batch: memoryview(batch.numpy()),
     "dlpack": lambda batch: np.from_dlpack(batch),
-    "autograd": lambda batch: saved_by_autograd(batch),
+    "autograd": lambda batch: Product(batch),
 }
 
 
-def saved_by_autograd(batch: torch.Tensor) -> torch.Tensor:
+class Floats(Numbers):
+    """What autograd can save."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index).float()
+
+
+class Product:
     """A product whose graph keeps the batch for the backward pass."""
-    weight = torch.ones((), requires_grad=True)
-    product = weight * batch.float()
-    product.weight = weight  # type: ignore[attr-defined]
-    return product.sum() * 1.0 if product.grad_fn is None else product
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        self.weight = torch.ones((), requires_grad=True)
+        self.loss = (self.weight * batch).mean()
+
+    def number(self) -> int:
+        (gradient,) = torch.autograd.grad(self.loss, self.weight, retain_graph=True)
+        return int(gradient) if float(gradient).is_integer() else -1
 
 
-def as_numbers(kind: str, thing: Any) -> int:
+def as_number(thing: Any) -> int:
     """The number that the memory behind the thing is full of."""
-    if kind == "autograd":
-        (gradient,) = torch.autograd.grad(thing.sum(), thing.weight)
-        total = float(gradient) / thing.numel()
-        return int(total) if total == int(total) else -1
-    if kind == "storage":
-        return constant(torch.tensor([], dtype=torch.int64).set_(thing))
+    if isinstance(thing, Product):
+        return thing.number()
+    if isinstance(thing, torch.UntypedStorage):
+        return constant(torch.tensor([]).set_(thing))
     return constant(torch.as_tensor(thing if isinstance(thing, torch.Tensor) else np.array(thing)))
 
 
+@pytest.mark.filterwarnings("ignore:the consumer holds so many batches")
 @pytest.mark.parametrize("kind", DERIVED)
 def test_what_is_derived_from_a_batch_keeps_its_memory(kind: str) -> None:
-    source = loader(slots=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this many batches are held is said once
-        held = [DERIVED[kind](batch) for batch in source]
-    numbers = [as_numbers(kind, thing) for thing in held]
-    assert numbers == list(range(COUNT))
+    source = loader(Floats(COUNT, WIDTH), slots=4)
+    held = [DERIVED[kind](batch) for batch in source]
+    assert [as_number(thing) for thing in held] == list(range(COUNT))
+    source.close()
     del source
     gc.collect()
-    assert [as_numbers(kind, thing) for thing in held[:3] if kind != "autograd"] == numbers[:3][: len(held[:3])][
-        : 0 if kind == "autograd" else 3
-    ]
+    assert [as_number(thing) for thing in held] == list(range(COUNT))
 
 
 def test_copy_hands_out_private_memory_only() -> None:

@@ -1,0 +1,1 @@
+"""Owned: constrained-resource tests (being written)."""
