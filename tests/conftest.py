@@ -72,7 +72,9 @@ def holdings() -> Counter[str]:
         held.update(descriptors())
         held.update(memory_files_mapped())
     if os.path.isdir("/dev/shm"):
-        held.update(f"/dev/shm entry {name}" for name in os.listdir("/dev/shm"))
+        # Semaphores belong to torch's own loader, here or in another process: this project makes none.
+        names = (name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
+        held.update(f"/dev/shm entry {name}" for name in names)
     return held
 
 
