@@ -167,9 +167,10 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             self._check_usable(delivering=True)
         if self._withheld is None:
             self._run()
+        self._unsettled = False
+        self._pump.warn()  # where warnings are errors, the batch is still there for the next call
         outcome = self._withheld
         assert outcome is not None
-        self._unsettled = False
         if outcome.error is not None:
             error = outcome.error
             outcome = self._withheld = None

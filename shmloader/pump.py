@@ -30,6 +30,14 @@ from shmloader.workers.protocol import NO_LAYOUT, Flag, Message, SlotEvent, Tag
 #: A batch that came in a file of its own is copied out of it below this size: mappings are a limited resource, and a
 #: consumer may hold any number of batches.
 LEAST_MAPPED_BYTES = 1 << 20
+HELD = (
+    "the consumer holds so many batches that the slot pool is used up; batches travel in, or are copied to, private "
+    "memory, which is slower; raise memory_limit or slots, or hold fewer batches"
+)
+OVERSIZE = (
+    "batch {} ({} bytes) found no room in the slot pool (at most {} bytes) and travelled in memory of its own, which is "
+    "slower; raise memory_limit or slots, or hold fewer batches"
+)
 #: Messages quote a batch's indices up to this many characters.
 MOST_NAMED = 200
 
@@ -84,7 +92,8 @@ class Pump:
         #: Tasks that a worker still has to answer, of this epoch and of ended ones.
         self._owed: dict[tuple[int, int], Task] = {}
         self._needy: dict[int, Task] = {}
-        self._warned: set[str] = set()
+        self._noticed: set[str] = set()
+        self._notices: list[str] = []
         self.counts = Counts()
 
     # -- out ---------------------------------------------------------------------------------------------------
@@ -149,11 +158,10 @@ class Pump:
             self._drop(task)
             return
         self.counts.oversize_batches += 1
-        self._warn_once(
-            "oversize",
-            f"batch {task.batch} ({needs} bytes) found no room in the slot pool ({self.pool.segment.nbytes} bytes) and "
-            "travelled in memory of its own, which is slower; raise memory_limit or slots, or hold fewer batches",
-        )
+        if needs <= self.pool.ledger.typical_bytes:
+            self._notice("held", HELD)
+        else:
+            self._notice("oversize", OVERSIZE.format(task.batch, needs, self.pool.segment.nbytes))
         task.worker.channel.expects_fd = True
         task.worker.send(Tag.GRANT, Flag.NOTHING, epoch=task.epoch, batch=task.batch)
 
@@ -272,11 +280,7 @@ class Pump:
         assert layout is not None
         if task.slot is not None and (self._copy or not self.pool.ledger.circulates_without(task.slot)):
             if not self._copy:
-                self._warn_once(
-                    "held",
-                    "the consumer holds so many batches that the slot pool is used up; batches are copied to private "
-                    "memory, which is slower; raise memory_limit or slots, or hold fewer batches",
-                )
+                self._notice("held", HELD)
             self._copy_out(task)
         try:
             data = self.pool.lend_batch(task.slot, layout) if task.slot else decode(layout, task.buffer)
@@ -333,10 +337,16 @@ class Pump:
         self.pool.ledger.apply(slot, event)
         self.pool.spoil(slot)
 
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(text, PoolWarning, stacklevel=2)
+    def _notice(self, kind: str, text: str) -> None:
+        """Keep a warning, once of its kind, for :meth:`warn`: here it might be raised as an error amid a step."""
+        if kind not in self._noticed:
+            self._noticed.add(kind)
+            self._notices.append(text)
+
+    def warn(self) -> None:
+        """Give the warnings that have come up, as if from the caller's caller's caller."""
+        while self._notices:
+            warnings.warn(self._notices.pop(0), PoolWarning, stacklevel=4)
 
 
 def _contents(fd: int) -> Any:

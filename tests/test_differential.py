@@ -563,6 +563,7 @@ STREAMS: dict[str, list[list[int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 def test_streams_come_as_from_torchs_loader(name: str, workers: int) -> None:
@@ -830,7 +831,9 @@ TRAVELLERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*nested tensors")
-@pytest.mark.parametrize("name", TRAVELLERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "jagged" else []) for name in TRAVELLERS]
+)
 def test_what_a_collate_function_returns_arrives_as_from_torchs_loader(name: str) -> None:
     items = [TRAVELLERS[name]() for _ in range(4)]
     assert_same_epochs(lambda: Items(items), 1, num_workers=1, collate_fn=first)
@@ -850,6 +853,7 @@ def test_what_torchs_loader_gets_wrong_arrives_right(name: str) -> None:
     assert_same(epochs(DataLoader, Items(items), 1, num_workers=1, collate_fn=first)[0], items)
 
 
+@pytest.mark.slow
 def test_batches_may_grow_shrink_and_be_empty() -> None:
     sizes = [1, 0, 10, 1000, 3, 100_000, 1, 0, 300_000, 299_999, 5, 300_001, 70_000]
 
@@ -860,6 +864,7 @@ def test_batches_may_grow_shrink_and_be_empty() -> None:
         assert_same_epochs(made, 1, num_workers=workers, count=2)
 
 
+@pytest.mark.slow
 def test_many_small_fields_travel_like_a_few() -> None:
     def sample(n: Any) -> Any:
         return [{str(field): torch.tensor([n, field]) for field in range(40)} for _ in range(5)]
@@ -871,6 +876,7 @@ def named(n: Any) -> Any:
     return torch.full((3,), n), f"photograph-{n:04}.jpg"
 
 
+@pytest.mark.slow
 def test_names_in_batches_arrive_right_between_batches_of_fixed_layout() -> None:
     mine = assert_same_epochs(lambda: Made(400, named), 1, num_workers=2)
     assert [names for _, (names,) in mine[0]] == [named(n)[1] for n in range(400)]
@@ -1154,6 +1160,28 @@ def test_an_error_when_a_stream_begins_arrives_as_torchs() -> None:
     both(run)
 
 
+class BeginsOddly(IterableDataset[Any]):
+    """Raises when iteration begins for the second time."""
+
+    begun = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        if self.begun == 2:
+            raise KeyError("not again")
+        return iter(range(2))
+
+
+def test_a_stream_that_fails_to_begin_again_fails_in_that_epoch_only() -> None:
+    """Torch's worker dies of it."""
+    loader = DataLoader(BeginsOddly(), num_workers=1, persistent_workers=True)
+    assert [int(item) for item in loader] == [0, 1]
+    with pytest.raises(KeyError, match="not again"):
+        next(iter(loader))
+    assert [int(item) for item in loader] == [0, 1]
+    loader.close()
+
+
 UNSENDABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a generator": (lambda samples: {"x": [1, (n for n in samples)]}, r"batch\['x'\]\[1\] cannot be sent"),
     "a lock": (lambda samples: Record(inner=threading.Lock()), r"batch\.inner cannot be sent"),
@@ -1191,6 +1219,7 @@ def refuses_at_three(items: Any) -> Any:
     return [torch.ones(100), Refuses()] if items[0] == 3 else torch.tensor(items)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_rebuilt_is_an_error_at_its_turn_and_loses_no_slot() -> None:
     loader = DataLoader(Made(8, int), num_workers=2, collate_fn=refuses_at_three, persistent_workers=True)
     for _ in range(3):
@@ -1259,7 +1288,7 @@ def warned(run: Callable[[], Any]) -> list[str]:
             marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="pinning works here"),
         ),
         {"pin_memory": True, "pin_memory_device": "cuda"},
-        {"num_workers": 7},
+        pytest.param({"num_workers": 7}, marks=pytest.mark.slow),
         {},
     ],
     ids=str,
@@ -1304,6 +1333,7 @@ def test_grad_mode_reaches_forked_workers() -> None:
     assert both(run) == [[False, False]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_data_pipes_are_left_to_torchs_own_iterator() -> None:
     from torch.utils.data.datapipes.iter import IterableWrapper

@@ -409,6 +409,7 @@ def duplicates(loader: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_copies_work_and_their_end_harms_nobody(persistent: bool, epochs: int) -> None:

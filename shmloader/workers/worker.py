@@ -173,6 +173,7 @@ class _Bench:
         self._ended = False
         if self._fetcher is None:
             return
+        self._set_up_error = None  # of an earlier epoch's beginning
         try:
             self._make_fetcher()
         except Exception:

@@ -1,4 +1,4 @@
-"""Nothing hangs and nothing is lost: message sizes, sends that would block, batches without a slot, several iterators."""
+"""Nothing hangs, nothing is lost: message sizes, sends that would block, batches without a slot, several iterators."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_sampler_that_yields_elements_of_a_permutation(length: int) -> None:
     permutation = torch.randperm(length)[:1000]
     theirs = TorchLoader(Echo(length), sampler=Given(permutation), batch_size=10, collate_fn=identity)
     with within(20):
-        ours = list(DataLoader(Echo(length), sampler=Given(permutation), batch_size=10, num_workers=2, collate_fn=identity))
+        ours = list(DataLoader(Echo(length), 10, sampler=Given(permutation), num_workers=2, collate_fn=identity))
     assert_same(ours, list(theirs))
     assert ours[0][0][1] == "Tensor"
 
@@ -128,10 +128,10 @@ def test_an_index_arrives_as_it_was_drawn(name: str, batched: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [700, 1000, 2000])
+@pytest.mark.parametrize("prefetch", [700, 1000])
 def test_a_deep_lookahead_does_not_block(prefetch: int) -> None:
-    seen = [int(batch[0, 0]) for batch in DataLoader(Numbers(5000), num_workers=2, prefetch_factor=prefetch)]
-    assert seen == list(range(5000))
+    seen = [int(batch[0, 0]) for batch in DataLoader(Numbers(3000), num_workers=2, prefetch_factor=prefetch)]
+    assert seen == list(range(3000))
 
 
 @pytest.mark.slow
@@ -177,10 +177,9 @@ def check(batch: torch.Tensor, sizes: list[int], index: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(HELD, OVERSIZE)
-@pytest.mark.parametrize("held", [0, 1, 3, 100])
-@pytest.mark.parametrize("large", [20 * MIB, 40 * MIB, 62 * MIB])
+@pytest.mark.parametrize(("large", "held"), [(20 * MIB, 1), (40 * MIB, 3), (62 * MIB, 0), (62 * MIB, 100)])
 def test_one_large_batch_among_small_ones_under_a_small_budget(large: int, held: int) -> None:
-    sizes = [MIB] * 10 + [large] + [MIB] * 30 + [large] + [MIB] * 5
+    sizes = [MIB] * 8 + [large] + [MIB] * 15 + [large] + [MIB] * 3
     kept: list[tuple[int, torch.Tensor]] = []
     with within(30):
         for index, batch in enumerate(DataLoader(Sized(sizes), num_workers=2, memory_limit="64MiB")):
@@ -192,11 +191,10 @@ def test_one_large_batch_among_small_ones_under_a_small_budget(large: int, held:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(HELD, OVERSIZE)
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("seed", "in_order"), [(0, True), (1, True), (2, False)])
 def test_ragged_sizes_with_a_budget_of_twice_the_largest(seed: int, in_order: bool) -> None:
     draw = random.Random(seed)
-    sizes = [int(2 ** draw.uniform(0, 21)) for _ in range(150)]
+    sizes = [int(2 ** draw.uniform(0, 21)) for _ in range(100)]
     kept: list[tuple[int, torch.Tensor]] = []
     source = DataLoader(Sized(sizes), num_workers=3, memory_limit=2 * 2**21, in_order=in_order)
     seen = []
@@ -208,7 +206,7 @@ def test_ragged_sizes_with_a_budget_of_twice_the_largest(seed: int, in_order: bo
             kept = [*kept, (index, batch)][-draw.randrange(1, 5) :]
             for number, one in kept:
                 check(one, sizes, number)
-    assert sorted(seen) == list(range(150))
+    assert sorted(seen) == list(range(100))
 
 
 @pytest.mark.filterwarnings(HELD, OVERSIZE)
@@ -263,14 +261,11 @@ def test_a_batch_over_the_default_budget_travels_in_memory_of_its_own(monkeypatc
     monkeypatch.setattr("shmloader.loader._default_budget", lambda: MIB)
     sizes = [1000, 1000, 5 * MIB, 1000, 7 * MIB, 1000]
     source = DataLoader(Sized(sizes), num_workers=2)
-    held = []
     with pytest.warns(PoolWarning, match="travelled in memory of its own") as warned:
-        for index, batch in enumerate(source):
-            check(batch, sizes, index)
-            held.append((index, batch))
+        held = list(source)
     assert len(warned) == 1
     assert source.stats().oversize_batches == 2
-    for index, batch in held:
+    for index, batch in enumerate(held):
         check(batch, sizes, index)
         batch.add_(1)
 

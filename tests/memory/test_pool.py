@@ -52,11 +52,6 @@ def lend(pool: Pool, batch: Any) -> tuple[Slot, Any]:
     return slot, pool.lend_batch(slot, layout)
 
 
-def collected(pool: Pool) -> None:
-    gc.collect()
-    pool.reclaim()
-
-
 # -- batches ----------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +151,7 @@ def test_only_under_debug_a_freed_slot_is_filled_with_a_pattern(monkeypatch: pyt
     slot, batch = lend(pool, torch.full((PAGE_BYTES,), 7, dtype=torch.uint8))
     stale = memoryview(pool.segment.map)[slot.offset : slot.offset + slot.capacity]
     del batch
-    collected(pool)
+    pool.reclaim()
     assert set(stale.tolist()) == {DEBUG_PATTERN if debug == "1" else 7}
 
 
@@ -256,7 +251,7 @@ def test_a_slot_leased_at_a_foreign_fork_is_never_handed_out_again() -> None:
     child = fork_child()
     later, unharmed = lend(pool, torch.arange(5))
     del batch, unharmed
-    collected(pool)
+    pool.reclaim()
     assert slot.state is S.EXPOSED
     assert later.state is S.FREE
     assert pool.tainted
@@ -271,7 +266,7 @@ def test_a_slot_leased_while_our_own_worker_is_forked_comes_back_with_its_end() 
     with pools.forking(token):
         child = fork_child()
     del batch
-    collected(pool)
+    pool.reclaim()
     assert slot.state is S.EXPOSED
     assert not pool.tainted
     let_go(*child)
@@ -289,7 +284,7 @@ def test_a_fork_in_another_thread_is_not_taken_for_our_own_workers() -> None:
         thread.join()
     assert pool.tainted
     del batch
-    collected(pool)
+    pool.reclaim()
     assert slot.state is S.EXPOSED
     let_go(*children[0])
 
@@ -304,7 +299,7 @@ def test_a_child_reads_what_it_was_forked_with_whatever_the_parent_fills_next() 
         os.write(answer[1], bytes([int(batch.sum())]))
         os._exit(0)
     del batch
-    collected(pool)
+    pool.reclaim()
     for _ in range(10):
         fill(pool, torch.ones(PAGE_BYTES, dtype=torch.uint8))
     os.write(ask[1], b"x")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader import DataLoader, PairedDataset, SeedingWarning
@@ -141,6 +141,22 @@ def test_every_epoch_of_a_loader_without_persistent_workers_is_as_without_worker
     assert drawn(2, epochs=3) == drawn(0, epochs=3)
 
 
+class Drawing(IterableDataset[Any]):
+    """A stream that draws for every element."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(draws, range(7))
+
+
+def test_a_stream_draws_the_same_in_the_training_process_and_in_one_worker() -> None:
+    def run(workers: int) -> list[Any]:
+        torch.manual_seed(0)
+        loader = DataLoader(Drawing(), 2, num_workers=workers, seeding="batch")
+        return [torch.stack(batch).tolist() for _ in range(2) for batch in loader]
+
+    assert run(1) == run(0)
+
+
 def test_shuffling_and_completion_order_change_nothing_about_what_a_batch_draws() -> None:
     assert drawn(2, shuffle=True) == drawn(0, shuffle=True)
     assert sorted(drawn(2, in_order=False)[0]) == sorted(drawn(0)[0])
@@ -210,14 +226,14 @@ def test_without_workers_an_error_in_the_data_set_leaves_the_generators_alone_to
 
 
 def test_the_sampler_goes_on_drawing_from_the_training_process() -> None:
-    class Drawing:
+    class DrawingSampler:
         def __iter__(self) -> Iterator[int]:
             for _ in range(4):
                 yield int(torch.randint(100, ()))
 
     def orders(seeding: str) -> list[Any]:
         torch.manual_seed(2)
-        loader = DataLoader(Made(100, int), batch_size=2, sampler=Drawing(), seeding=seeding)
+        loader = DataLoader(Made(100, int), batch_size=2, sampler=DrawingSampler(), seeding=seeding)
         return [batch.tolist() for batch in loader]
 
     assert orders("batch") == orders("worker")
