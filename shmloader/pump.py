@@ -35,8 +35,8 @@ HELD = (
     "memory, which is slower; raise memory_limit or slots, or hold fewer batches"
 )
 OVERSIZE = (
-    "batch {} ({} bytes) found no room in the slot pool (at most {} bytes) and travelled in memory of its own, which is "
-    "slower; raise memory_limit or slots, or hold fewer batches"
+    "batch {} ({} bytes) found no room in the slot pool (at most {} bytes) and travelled in memory of its own, which "
+    "is slower; raise memory_limit or slots, or hold fewer batches"
 )
 #: Messages quote a batch's indices up to this many characters.
 MOST_NAMED = 200
