@@ -18,6 +18,8 @@ class Ending(Protocol):
 
     def _disown(self) -> None: ...
 
+    def _elsewhere(self) -> bool: ...
+
 
 #: Iterators with workers.
 _live: weakref.WeakSet[Ending] = weakref.WeakSet()
@@ -81,4 +83,7 @@ def _shut_down_all() -> None:
     """Before multiprocessing's own hook, and while modules are still whole: nothing may be left to finalizers."""
     _serve_orphans()
     for iterator in tuple(_live):
-        iterator._shutdown_workers()
+        # A daemon thread runs on until the interpreter is gone: pulling the workers from under it would make it print
+        # an error. They end by themselves with the process.
+        if not iterator._elsewhere():
+            iterator._shutdown_workers()

@@ -8,6 +8,7 @@ goes is torch's to the letter; the names that frameworks look for are torch's, t
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -66,7 +67,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     """
 
     def __init__(self, loader: Any, terms: Terms) -> None:
-        self._pid = os.getpid()
+        self._pid, self._thread = os.getpid(), threading.get_ident()
         self._shutdown = self._ended = True  # until there is something to shut down
         self._workers: list[Any] = []
         _BaseDataLoaderIter.__init__(self, loader)
@@ -186,10 +187,11 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         """Pump until the next batch, or its error, is there: it is then withheld for the caller."""
         outermost = endings.enter()
         self._unsettled = True
+        self._thread = threading.get_ident()
         try:
             while self._withheld is None:
                 self._pool.reclaim()
-                self._pump.serve_needs(self._lowest())
+                self._serve_needs()
                 task = self._due()
                 if task is not None:
                     self._hand_over(task)
@@ -225,10 +227,15 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             return next((batch for batch, task in tasks.items() if not task.answered), -1)
         return next(iter(tasks), -1)
 
+    def _serve_needs(self) -> None:
+        refused = self._pump.serve_needs(self._lowest())
+        if refused is not None and not self._in_order:
+            self._arrived.append(refused.batch)
+
     def _hand_over(self, task: Task) -> None:
         self._turns.delivered(task.worker)
         outcome = _Outcome(error=self._pump.fail(task)) if task.error is not None else self._deliver(task)
-        self._pump.serve_needs(self._lowest())
+        self._serve_needs()
         # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile. Should the sampler
         # raise, the batch is not lost with it: the next call delivers it.
         self._withheld = outcome
@@ -237,11 +244,14 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _deliver(self, task: Task) -> _Outcome:
         try:
             data = self._pump.deliver(task)
-            return _Outcome(pin_memory(data, self._pin_memory_device) if self._pin_memory else data)
-        except Exception as error:
+            if self._pin_memory:
+                data = pin_memory(data, self._pin_memory_device)
+            error = None
+        except Exception as raised:
             if task.batch in self._pump.tasks:
-                raise  # not delivered yet: a warning of ours that the user has made an error
-            return _Outcome(error=error)  # the batch's own classes may raise anything
+                raise  # it came out of nowhere, and the batch is not delivered yet
+            data, error = None, raised  # the batch's own classes may raise anything
+        return _Outcome(data, error)
 
     # -- out ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +366,12 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         else:
             self._pool.abandon()
             self._terms.lender.take_back(self._pool)
+
+    def _elsewhere(self) -> bool:
+        """Whether another thread, which still runs, was the last to ask for a batch."""
+        return self._thread != threading.get_ident() and any(
+            thread.ident == self._thread for thread in threading.enumerate()
+        )
 
     def _disown(self) -> None:
         """In a forked child: this iterator, its workers and its pool are the parent's."""

@@ -113,8 +113,12 @@ class Pump:
         except PoolMemoryError:
             return None
 
-    def serve_needs(self, lowest: int) -> None:
-        """Grant space to workers that wait for it, in order; the ``lowest`` undelivered batch always gets through."""
+    def serve_needs(self, lowest: int) -> Task | None:
+        """Grant space to workers that wait for it, in order; the ``lowest`` undelivered batch always gets through.
+
+        Returns that one if there is no memory for it: it is then settled, by an error.
+        """
+        refused = None
         for batch in sorted(self._needy):
             task = self._needy[batch]
             slot = self._acquire(task.needs)
@@ -122,10 +126,12 @@ class Pump:
                 slot = self._make_room(task)
                 if slot is None:
                     self._send_without_slot(task)
+                    refused = task if task.error is not None else None
                     continue
             if slot is None:
-                return
+                break
             self._grant(task, slot)
+        return refused
 
     def _grant(self, task: Task, slot: Slot) -> None:
         del self._needy[task.batch]
@@ -137,6 +143,8 @@ class Pump:
 
     def _make_room(self, task: Task) -> Slot | None:
         """Copy answered batches out of the pool until the one that everybody waits for fits."""
+        if not self.pool.ledger.fits(task.needs):
+            return None
         for other in sorted(self.tasks.values(), key=lambda other: -other.batch):
             if other.slot is not None and other.layout is not None:
                 self._copy_out(other)
@@ -282,15 +290,23 @@ class Pump:
             if not self._copy:
                 self._notice("held", HELD)
             self._copy_out(task)
-        try:
-            data = self.pool.lend_batch(task.slot, layout) if task.slot else decode(layout, task.buffer)
-        except Exception:
-            del self.tasks[task.batch]  # a class of the batch's refuses to be rebuilt: later batches come all the same
-            raise
+        data = self._rebuild(task, layout, self.pool.lend(task.slot) if task.slot else task.buffer)
         del self.tasks[task.batch]
         self.counts.batches += 1
         self.counts.bytes += layout.nbytes
         return data
+
+    def _rebuild(self, task: Task, layout: Layout, buffer: Any) -> Any:
+        try:
+            return decode(layout, buffer)
+        except Exception:
+            # A class of the batch's that refuses to be rebuilt does so again, and later batches come all the same;
+            # an exception out of nowhere, from a signal handler, does not.
+            try:
+                decode(layout, buffer)
+            except Exception:
+                del self.tasks[task.batch]
+            raise
 
     def fail(self, task: Task) -> BaseException:
         """The error of an answered task, as torch would raise it, with a note that says which batch it was."""

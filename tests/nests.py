@@ -10,28 +10,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+DTYPES: list[torch.dtype] = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]  # the last came with 2.7
 SHAPES = [(), (0,), (1,), (7,), (2, 0, 3), (3, 1, 4), (2, 3, 4), (5, 6), (1, 1)]
 
 ARRAY_DTYPES: list[Any] = [
@@ -193,9 +177,14 @@ def plain_batches(draw: st.DrawFn) -> list[Any]:
     def batch() -> Any:
         tensors = [tensor(shape) for shape in shapes]
         tensors += draw(st.lists(st.sampled_from(tensors), max_size=1))
-        kind = draw(st.sampled_from([list, tuple, dict, "deep"]))
-        if kind is dict:
-            return {str(n): tensor for n, tensor in enumerate(tensors)}
-        return {"a": tensors, "b": (tensors[0], [])} if kind == "deep" else kind(tensors)
+        kind = draw(st.sampled_from(["list", "tuple", "dict", "deep", "one list twice", "two equal lists"]))
+        return {
+            "list": tensors,
+            "tuple": tuple(tensors),
+            "dict": {str(n): tensor for n, tensor in enumerate(tensors)},
+            "deep": {"a": tensors, "b": (tensors[0], [])},
+            "one list twice": {"a": tensors[:1], "b": (rest := tensors[1:]), "c": rest},
+            "two equal lists": {"a": tensors[:1], "b": tensors[1:], "c": list(tensors[1:])},
+        }[kind]
 
     return [batch() for _ in range(draw(st.integers(1, 8)))]

@@ -104,10 +104,14 @@ class Pool:
             elif slot.state is SlotState.READY:
                 self.ledger.apply(slot, SlotEvent.DISCARD)
 
-    def lend_batch(self, slot: Slot, layout: Layout) -> Any:
-        """The batch in ``slot``, built on the slot, which is leased until nothing can read the batch."""
+    def lend(self, slot: Slot) -> Any:
+        """The memory of ``slot``, which is leased until nothing can read what is built on it."""
         self.ledger.apply(slot, SlotEvent.LEASE)
-        return decode(layout, lease(self.segment.map, slot.offset, slot.capacity, slot, self._returned))
+        return lease(self.segment.map, slot.offset, slot.capacity, slot, self._returned)
+
+    def lend_batch(self, slot: Slot, layout: Layout) -> Any:
+        """The batch in ``slot``, built on the slot."""
+        return decode(layout, self.lend(slot))
 
     def copy_batch(self, slot: Slot, layout: Layout) -> np.ndarray[Any, Any]:
         """The batch's bytes in private memory; the slot's state stays as it is."""

@@ -112,15 +112,25 @@ class Segment:
 
 
 def _map_largest(fd: int, nbytes: int) -> tuple[int, mmap.mmap]:
+    """Map ``nbytes``, or where they are too many, a half to a quarter of what there is: the process needs some, too."""
+    wanted = nbytes
     while True:
         try:
             os.ftruncate(fd, nbytes)
-            return nbytes, mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+            pages = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+            if nbytes in (wanted, LEAST_BYTES):
+                return nbytes, pages
+            pages.close()
+            wanted = nbytes = _half(nbytes)
         except (OSError, MemoryError, ValueError) as error:
             if nbytes <= LEAST_BYTES:
                 os.close(fd)
                 raise PoolMemoryError(f"no address space for a slot pool of {nbytes} bytes: {error}") from error
-            nbytes = max(LEAST_BYTES, nbytes // 2 // PAGE_BYTES * PAGE_BYTES)
+            nbytes = _half(nbytes)
+
+
+def _half(nbytes: int) -> int:
+    return max(LEAST_BYTES, nbytes // 2 // PAGE_BYTES * PAGE_BYTES)
 
 
 def address_of(buffer: mmap.mmap | bytearray) -> int:

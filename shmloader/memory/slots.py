@@ -94,6 +94,10 @@ class Ledger:
             raise ProtocolError(f"no slot at {offset}")
         return self._slots[offset]
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a batch of ``nbytes`` could have a slot if no other batch had one."""
+        return size_class(nbytes) <= self._limit()
+
     def circulates_without(self, slot: Slot) -> bool:
         """Whether, with ``slot`` leased for good, some other slot still comes free without the consumer's help."""
         inside = self.bytes_by_state
@@ -108,7 +112,7 @@ class Ledger:
         if not (nbytes or self.typical_bytes):
             return None
         slot = self._take_free(nbytes) or self._carve(size_class(max(nbytes, self.typical_bytes)))
-        if slot is None and nbytes > self.typical_bytes:
+        if slot is None and nbytes > self.typical_bytes and self.fits(nbytes):
             self._dissolve(self._free.values())
             slot = self._carve(size_class(nbytes))
         if slot is not None:
@@ -152,6 +156,8 @@ class Ledger:
 
     def learn(self, nbytes: int) -> bool:
         """Note that a batch asked for ``nbytes``; True if it is an outlier, larger than slots usually are."""
+        if not self.fits(nbytes):
+            return True  # slots of such a size could never be carved, and there would be none for any other batch
         self._largest_bytes = max(self._largest_bytes, nbytes)
         if nbytes <= self.typical_bytes:
             return False
@@ -164,7 +170,8 @@ class Ledger:
 
     def note_filled(self, nbytes: int) -> None:
         """A batch of ``nbytes`` arrived."""
-        self._largest_bytes = max(self._largest_bytes, nbytes)
+        if nbytes > self._largest_bytes and self.fits(nbytes):
+            self._largest_bytes = nbytes
         self._outliers = max(0, self._outliers - 1)
 
     def settle(self) -> None:

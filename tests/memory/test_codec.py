@@ -411,7 +411,9 @@ def test_an_array_in_foreign_byte_order_arrives_in_native_order_as_through_torch
     assert torch.from_numpy(arrived).tolist() == [[1, 2], [3, 4]]
 
 
-@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="numpy before 2.0 has no StringDType")
+@pytest.mark.skipif(
+    not hasattr(getattr(np, "dtypes", None), "StringDType"), reason="numpy before 2.0 has no StringDType"
+)
 def test_an_array_of_variable_length_strings_arrives(slot: Slot) -> None:
     sent = np.array(["short", "long " * 100, ""], np.dtypes.StringDType())
     assert_same(slot.carry(sent), sent)

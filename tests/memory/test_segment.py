@@ -121,7 +121,8 @@ def test_the_mapping_shrinks_until_the_address_space_suffices(monkeypatch: pytes
     real = mmap.mmap
     monkeypatch.setattr(segments.mmap, "mmap", scarce)
     segment = segment_of(16 * LEAST_BYTES)
-    assert segment.nbytes == 4 * LEAST_BYTES == os.fstat(segment.fd).st_size
+    # Half of the 4 that would have fitted: something has to be left for the process itself.
+    assert segment.nbytes == 2 * LEAST_BYTES == os.fstat(segment.fd).st_size
 
 
 def test_without_any_address_space_there_is_an_error_and_no_descriptor_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +144,7 @@ def test_under_a_limit_of_address_space_there_is_still_a_pool() -> None:
         "print(Segment(1 << 40, lambda: 1 << 40).nbytes)\n"
     )
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert LEAST_BYTES <= int(answer.stdout) <= 64 << 20
+    assert 16 << 20 <= int(answer.stdout) <= 32 << 20
 
 
 # -- ending -----------------------------------------------------------------------------------------------------

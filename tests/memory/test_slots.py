@@ -120,7 +120,11 @@ class LedgerLife(RuleBasedStateMachine):
     @rule(nbytes=SIZES)
     def learn(self, nbytes: int) -> None:
         typical = self.ledger.typical_bytes
-        assert self.ledger.learn(nbytes) is (0 < typical < nbytes and self.ledger.typical_bytes == typical)
+        if self.ledger.fits(nbytes):
+            assert self.ledger.learn(nbytes) is (0 < typical < nbytes and self.ledger.typical_bytes == typical)
+        else:
+            assert self.ledger.learn(nbytes)
+            assert self.ledger.typical_bytes == typical
         assert self.ledger.typical_bytes >= typical
 
     @rule(nbytes=SIZES)
@@ -457,6 +461,19 @@ def test_two_outliers_close_together_grow_the_slots_and_free_ones_are_carved_ane
     assert acquired(ledger).capacity == 3 * PAGE_BYTES
     ledger.release(leased)
     assert leased.state is S.DISSOLVED
+
+
+def test_a_batch_that_could_never_have_a_slot_changes_nothing_about_the_others() -> None:
+    ledger = ledger_of(8 * PAGE_BYTES)
+    ledger.learn(PAGE_BYTES)
+    slot = put(ledger, acquired(ledger), S.FREE)
+    for _ in range(3):
+        assert ledger.learn(9 * PAGE_BYTES) is True
+        assert ledger.acquire(9 * PAGE_BYTES) is None
+        ledger.note_filled(9 * PAGE_BYTES)
+    ledger.settle()
+    assert ledger.typical_bytes == PAGE_BYTES
+    assert acquired(ledger) is slot
 
 
 def test_settling_keeps_what_the_epoch_used_at_once() -> None:
