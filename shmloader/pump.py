@@ -17,6 +17,7 @@ import numpy as np
 
 from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning, ProtocolError
 from shmloader.memory import codec
+from shmloader.memory.budget import size_class
 from shmloader.memory.layout import Layout
 from shmloader.memory.pool import Pool, private_buffer
 from shmloader.memory.rebuild import decode
@@ -67,7 +68,10 @@ class Task:
 
     def name(self) -> str:
         """The batch and its indices, for messages."""
-        text = f"batch {self.batch}, indices {self.indices}"
+        try:
+            text = f"batch {self.batch}, indices {self.indices}"
+        except Exception:  # whatever the sampler's own objects make of it
+            text = f"batch {self.batch}, indices of {type(self.indices).__name__} that cannot be printed"
         return text if len(text) <= MOST_NAMED else text[:MOST_NAMED] + " ..."
 
 
@@ -92,6 +96,8 @@ class Pump:
         #: Tasks that a worker still has to answer, of this epoch and of ended ones.
         self._owed: dict[tuple[int, int], Task] = {}
         self._needy: dict[int, Task] = {}
+        #: Tasks that were assigned without a slot, until they get one or do without.
+        self._slotless: set[Task] = set()
         self._noticed: set[str] = set()
         self._notices: list[str] = []
         self.counts = Counts()
@@ -101,8 +107,12 @@ class Pump:
     def assign(self, batch: int, worker: Worker, indices: Any) -> None:
         """Send a Fill, with a slot if one can be had: without one the worker makes the batch and asks."""
         body = codec.pack(indices)
-        slot = None if self._needy else self._acquire(0)
-        self.tasks[batch] = self._owed[self.epoch, batch] = Task(batch, self.epoch, worker, indices, slot)
+        # Where slots are short, those that come free are for the workers that are going to ask for one: taken by later
+        # batches, they would leave the batch that everybody waits for without.
+        slot = self._acquire(0) if self.pool.ledger.spares(len(self._slotless)) else None
+        task = self.tasks[batch] = self._owed[self.epoch, batch] = Task(batch, self.epoch, worker, indices, slot)
+        if slot is None:
+            self._slotless.add(task)
         worker.owes += 1
         offset, size = (slot.offset, slot.capacity) if slot else (0, 0)
         worker.send(Tag.FILL, epoch=self.epoch, batch=batch, offset=offset, size=size, body=body)
@@ -135,6 +145,7 @@ class Pump:
 
     def _grant(self, task: Task, slot: Slot) -> None:
         del self._needy[task.batch]
+        self._slotless.discard(task)
         task.needs = 0
         if task.slot is not None:
             self.pool.ledger.apply(task.slot, SlotEvent.GRANT)
@@ -188,6 +199,7 @@ class Pump:
         if message.tag == Tag.NEED_SPACE:
             return self._note_need(task, message.size, wanted)
         del self._owed[key]
+        self._slotless.discard(task)
         task.worker.owes -= 1
         if message.tag == Tag.FILLED:
             self._note_filled(task, message)
@@ -204,10 +216,10 @@ class Pump:
         if not wanted:
             self._drop(task)
             return None
-        if self._limit_bytes is not None and nbytes > self._limit_bytes:
+        if self._limit_bytes is not None and size_class(nbytes) > self._limit_bytes:
             task.error = BatchTooLargeError(
                 f"batch {task.batch} needs {nbytes} bytes, more than memory_limit allows ({self._limit_bytes} bytes); "
-                f"raise memory_limit to at least {nbytes}, or make batches smaller"
+                f"raise memory_limit to at least {size_class(nbytes)}, or make batches smaller"
             )
             self._drop(task)
             return task
@@ -273,6 +285,7 @@ class Pump:
         for key, task in tuple(self._owed.items()):
             if task.worker is worker and task.epoch == message.epoch:
                 del self._owed[key]
+                self._slotless.discard(task)
                 worker.owes -= 1
                 if self.tasks.get(task.batch) is task:
                     del self.tasks[task.batch]

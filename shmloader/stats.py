@@ -52,7 +52,7 @@ class LoaderStats:
     bytes: int = 0
     #: Seconds that ``next()`` waited for a batch that was not there.
     wait_s: float = 0.0
-    #: Batches delivered in memory of their own instead of the pool.
+    #: Batches that were copied out of the pool into memory of their own.
     private_copies: int = 0
     #: Batches that travelled in a file of their own because the pool had no room.
     oversize_batches: int = 0

@@ -345,8 +345,10 @@ def needed(error: Any, number: int, limit: int) -> int:
     assert isinstance(error, BatchTooLargeError)
     match = re.match(rf"batch {number} needs (\d+) bytes, more than memory_limit allows \({limit} bytes\)", str(error))
     assert match, error
-    assert f"raise memory_limit to at least {match[1]}," in str(error)
-    return int(match[1])
+    remedy = re.search(r"raise memory_limit to at least (\d+),", str(error))
+    assert remedy, error
+    assert int(remedy[1]) >= int(match[1])
+    return int(remedy[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}], ids=str)
@@ -363,7 +365,7 @@ def test_a_batch_over_the_limit_is_an_error_at_its_turn_and_all_others_arrive(
         if options.get("in_order", True):
             errors = {turn: error for turn, error in enumerate(came) if not isinstance(error, int)}
             assert set(errors) == large
-            assert all(2 * MIB <= needed(error, turn, limit) <= 2 * MIB + KIB for turn, error in errors.items())
+            assert all(2 * MIB <= needed(error, turn, limit) <= 9 / 8 * 2 * MIB for turn, error in errors.items())
         numbers = [index for index in came if isinstance(index, int)]
         assert sorted(numbers) == [index for index in range(10) if index not in large]
         assert loader.stats().oversize_batches == 0

@@ -67,6 +67,8 @@ class Encoded:
     skeleton: bytes
     regions: list[Region]
     sights: tuple[tuple[int, int, int], ...]
+    #: Whether the batch is a plain nest, so that its skeleton is told by its outline.
+    plain: bool = False
 
     def ship_skeleton(self) -> None:
         """Let the skeleton travel as the last region, for one too long for a message."""
@@ -86,7 +88,7 @@ class Encoded:
         """The layout once region *n* lies at ``offsets[n]``."""
         regions = self.regions
         spans = [Span(kind, offsets[n], regions[n].nbytes, inner) for kind, n, inner in self.sights]
-        return Layout(self.skeleton, tuple(spans))
+        return Layout(self.skeleton, tuple(spans), self.plain)
 
 
 def aligned(nbytes: int) -> int:
@@ -114,11 +116,12 @@ def encode(obj: Any, *, keep_shared: bool = False) -> Encoded:
         return _pickle(obj, keep_shared)  # storages are shared in ways that the outline does not tell
     known = _skeletons.get(outline.key)
     if known is not None:
-        return Encoded(known.skeleton, regions, known.sights)
+        return Encoded(known.skeleton, regions, known.sights, plain=True)
     encoded = _pickle(obj, keep_shared)
     if len(_skeletons) >= MOST_SKELETONS:
         _skeletons.clear()
     _skeletons[outline.key] = Encoded(encoded.skeleton, [], encoded.sights)
+    encoded.plain = True
     return encoded
 
 
@@ -302,7 +305,9 @@ def place(encoded: Encoded, address: int, capacity: int, used: int = 0) -> list[
     offsets = []
     for region in encoded.regions:
         offset = region.address - address
-        if 0 <= offset < used and offset % ALIGN_BYTES == 0:
+        # Only storages may stay. An array there is a view of a tensor of the range: it travels by value, as in torch,
+        # and where the batch found no range it would not alias the tensor either.
+        if 0 <= offset < used and offset % ALIGN_BYTES == 0 and region.key > 0:
             offsets.append(offset)
             continue
         if used + region.nbytes > capacity:

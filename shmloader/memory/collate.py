@@ -9,10 +9,12 @@ the range for the data set itself, which may cache what it collates.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -35,9 +37,13 @@ class Arena:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._lease: Any = None
-        self._collating = False
-        #: Ranges (their offsets) that nothing refers to any more, in no order.
-        self.returned: deque[int] = deque()
+        self._leases = itertools.count()
+        self._token: tuple[int, int] = (0, 0)
+        #: The thread that collates now, or 0. Other threads (the data set's, the collate function's) get private
+        #: memory: they know nothing of when a batch begins and ends.
+        self._collator = 0
+        #: Ranges that nothing refers to any more, in no order: (offset, number of the lease).
+        self.returned: deque[tuple[int, int]] = deque()
         #: False once something was kept: from then on batches are collated outside and copied in.
         self.direct = True
         self.offset = self.capacity = self.used = 0
@@ -58,7 +64,7 @@ class Arena:
         self._lease = None
         try:
             # The finalizer has run by now if this was the last reference.
-            self.returned.remove(self.offset)
+            self.returned.remove(self._token)
         except ValueError:
             self.direct = False
             return True
@@ -81,10 +87,11 @@ class Arena:
 
     def _take(self, nbytes: int) -> int | None:
         """Where in the range the next ``nbytes`` go; None if they cannot go there now."""
-        if not (self._collating and self.direct and 0 < nbytes <= self.capacity - self.used):
+        if not (self.direct and 0 < nbytes <= self.capacity - self.used and self._collator == get_ident()):
             return None
         if self._lease is None:
-            self._lease = lease(self._segment.map, self.offset, self.capacity, self.offset, self.returned)
+            self._token = self.offset, next(self._leases)
+            self._lease = lease(self._segment.map, self.offset, self.capacity, self._token, self.returned)
         start = self.used
         self.used = min(aligned(start + nbytes), self.capacity)
         return start
@@ -94,11 +101,11 @@ class Arena:
         direct = collate_fn is default_collate
 
         def collate(samples: Any) -> Any:
-            self._collating = True
+            self._collator = get_ident()
             try:
                 return stack(samples, self.empty) if direct else collate_fn(samples)
             finally:
-                self._collating = False
+                self._collator = 0
 
         return collate
 

@@ -16,7 +16,7 @@ MOST_LAYOUTS = 64
 #: Kinds of spans: alone on its region; one of several that see the region; a plain buffer.
 WHOLE, SHARED, RAW = range(3)
 
-_COUNTS = struct.Struct("<II")
+_COUNTS = struct.Struct("<II?")
 _SPAN_ENTRY = struct.Struct("<BQQQ")
 
 
@@ -32,11 +32,13 @@ class Span(NamedTuple):
 class Layout:
     """A skeleton and its spans: all that is needed to rebuild a batch on its bytes."""
 
-    __slots__ = ("build", "extent", "nbytes", "simple", "skeleton", "spans", "uses")
+    __slots__ = ("build", "extent", "nbytes", "plain", "simple", "skeleton", "spans", "uses")
 
-    def __init__(self, skeleton: bytes, spans: tuple[Span, ...]) -> None:
+    def __init__(self, skeleton: bytes, spans: tuple[Span, ...], plain: bool = False) -> None:
         self.skeleton = skeleton
         self.spans = spans
+        #: Whether the encoder saw a plain nest. That what comes out looks like one says nothing about how it was made.
+        self.plain = plain
         self.extent = max((span.offset + span.nbytes for span in spans), default=0)
         self.nbytes = sum({span.offset: span.nbytes for span in spans}.values())
         #: Makes a batch without unpickling, once one has shown that it can be done.
@@ -47,7 +49,7 @@ class Layout:
     def to_bytes(self) -> bytes:
         """The layout's own bytes; equal for equal layouts."""
         spans = b"".join([_SPAN_ENTRY.pack(*span) for span in self.spans])
-        return _COUNTS.pack(len(self.spans), len(self.skeleton)) + spans + self.skeleton
+        return _COUNTS.pack(len(self.spans), len(self.skeleton), self.plain) + spans + self.skeleton
 
     @property
     def head_bytes(self) -> int:
@@ -57,10 +59,10 @@ class Layout:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Layout:
         """The inverse of :meth:`to_bytes`; bytes behind the layout are ignored."""
-        count, length = _COUNTS.unpack_from(data)
+        count, length, plain = _COUNTS.unpack_from(data)
         start = _COUNTS.size + count * _SPAN_ENTRY.size
         spans = tuple(Span(*entry) for entry in _SPAN_ENTRY.iter_unpack(data[_COUNTS.size : start]))
-        return cls(bytes(data[start : start + length]), spans)
+        return cls(bytes(data[start : start + length]), spans, plain)
 
 
 class Interner:

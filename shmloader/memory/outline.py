@@ -48,10 +48,10 @@ class Outline:
         if levels == 0:
             return None
         if kind is list or kind is tuple:
-            head: tuple[Any, ...] = (kind,)
+            parts: list[Any] = [kind]
             values = obj
         elif kind is dict and all(type(key) is str for key in obj):
-            head = kind, tuple(obj)
+            parts = [kind, tuple(obj)]
             values = obj.values()
         else:
             return None
@@ -60,8 +60,8 @@ class Outline:
             part = self._walk(value, levels - 1)
             if part is None:
                 return None
-            head = (*head, part)
-        return head
+            parts.append(part)
+        return tuple(parts)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

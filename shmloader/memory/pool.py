@@ -64,6 +64,7 @@ class Pool:
         for sibling in siblings:
             sibling._siblings.add(self)
         self._returned: deque[Slot] = deque()
+        self._gone: deque[object] = deque()
         self._debug = os.environ.get("SHMLOADER_DEBUG") == "1"
         self._pid = os.getpid()
         _pools.add(weakref.ref(self, _pools.discard))
@@ -80,6 +81,8 @@ class Pool:
 
     def reclaim(self) -> None:
         """Free the slots whose last reader has gone."""
+        while self._gone:
+            self.ledger.unexpose(self._gone.popleft())
         while self._returned:
             slot = self._returned.popleft()
             self.ledger.release(slot)
@@ -215,9 +218,13 @@ def _all_pools() -> list[Pool]:
 
 
 def gone(token: object) -> None:
-    """The child that was forked under ``token`` has ended and reads nothing any more."""
+    """The child that was forked under ``token`` has ended and reads nothing any more.
+
+    It is only posted: other pools belong to other threads, and this may come in the middle of one's own step.
+    """
     for pool in _all_pools():
-        pool.ledger.unexpose(token)
+        if pool.ledger.exposes(token):
+            pool._gone.append(token)
 
 
 def _expose_leased() -> None:
@@ -228,4 +235,5 @@ def _expose_leased() -> None:
         pool.ledger.expose(token)
 
 
-os.register_at_fork(before=_expose_leased)
+# Again after the fork, for what another thread was handed between the two.
+os.register_at_fork(before=_expose_leased, after_in_parent=_expose_leased)

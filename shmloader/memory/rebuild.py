@@ -44,7 +44,7 @@ def _decode(layout: Layout, buffer: Any, start: int) -> Any:
         layout.skeleton, buffers=[(buffer, start + span[1], span[2], 0, None) for span in layout.spans]
     )
     layout.uses += 1
-    if layout.uses == 2:  # a layout that comes again is worth a builder, if it can have one
+    if layout.uses == 2 and layout.plain:  # a layout that comes again is worth a builder, if it can have one
         layout.build = builder(batch, layout.spans)
     return batch
 
@@ -53,8 +53,8 @@ def _places(spans: tuple[Span, ...], buffer: Any, start: int) -> Iterator[Any]:
     storages: dict[int, torch.UntypedStorage] = {}
     for kind, offset, nbytes, inner in spans:
         if kind == RAW:
-            # An empty one needs no memory, and a batch of nothing else has none.
-            yield memoryview(buffer).cast("B")[start + offset : start + offset + nbytes] if nbytes else bytearray()
+            # A copy, as an array's (see _a). An empty one needs no memory, and a batch of nothing else has none.
+            yield bytearray(memoryview(buffer).cast("B")[start + offset : start + offset + nbytes] if nbytes else b"")
             continue
         if kind == SHARED and offset not in storages:
             storages[offset] = _storage_on(buffer, start + offset, nbytes)
@@ -108,10 +108,15 @@ def _u(place: _Place) -> torch.UntypedStorage:
 
 
 def _a(place: _Place, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
-    """A numpy array."""
+    """A numpy array, in memory of its own.
+
+    torch's loader ships arrays by value. On the pool they would be shared with every process that is forked later, and
+    a worker that augments in place what it finds in a cache of batches would write into its parent's.
+    """
     buffer, offset, _, inner, _ = place
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, offset + inner, order=order)
-    return array
+    own: np.ndarray[Any, Any] = array.copy(order="K")
+    return own
 
 
 def _n(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

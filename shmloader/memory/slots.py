@@ -77,7 +77,7 @@ class Ledger:
 
     def count(self, *states: SlotState) -> int:
         """Number of slots in any of ``states``."""
-        return sum(slot.state in states for slot in self._slots.values())
+        return sum(slot.state in states for slot in self)
 
     def summary(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of the slots in each state that has any."""
@@ -97,6 +97,10 @@ class Ledger:
     def fits(self, nbytes: int) -> bool:
         """Whether a batch of ``nbytes`` could have a slot if no other batch had one."""
         return size_class(nbytes) <= self._limit()
+
+    def spares(self, count: int) -> bool:
+        """Whether there is a slot beside those that ``count`` batches are going to ask for."""
+        return len(self._free) > count or self._room_for(size_class(self.typical_bytes))
 
     def circulates_without(self, slot: Slot) -> bool:
         """Whether, with ``slot`` leased for good, some other slot still comes free without the consumer's help."""
@@ -143,6 +147,10 @@ class Ledger:
         for slot in self:
             if slot.state is SlotState.LEASED:
                 slot.exposed_to.add(token)
+
+    def exposes(self, token: object) -> bool:
+        """Whether any slot may be read by the child of ``token``."""
+        return any(token in slot.exposed_to for slot in self)
 
     def unexpose(self, token: object) -> None:
         """The child of ``token`` is gone."""
@@ -207,6 +215,8 @@ class Ledger:
             return
         self.bytes_by_state[after] += slot.capacity
         if after is SlotState.FREE:
+            # A fork in another thread may have marked it while it was being released, when nobody could read it.
+            slot.exposed_to.clear()
             self._free[slot.offset] = slot
             # One that was sidelined may have been made good meanwhile.
             surplus = before in _SIDELINED and self._most_slots is not None and self._circulating() > self._most_slots

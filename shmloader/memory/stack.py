@@ -39,17 +39,10 @@ def stack(samples: Any, allocate: Allocate) -> Any:
     Raises:
         Exception: what ``default_collate`` raises without workers.
     """
-    if not samples or default_collate_fn_map != _ORIGINAL:
-        return _stack_by_torch(samples)
+    if type(samples) is not list or not samples or default_collate_fn_map != _ORIGINAL:
+        return default_collate(samples)
     try:
         return _stack(samples, allocate)
-    except _ONLY_IN_WORKERS:
-        return _stack_as_in_main(samples)
-
-
-def _stack_by_torch(samples: Any) -> Any:
-    try:
-        return default_collate(samples)
     except _ONLY_IN_WORKERS:
         return _stack_as_in_main(samples)
 

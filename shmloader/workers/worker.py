@@ -167,7 +167,8 @@ class _Bench:
             case Tag.RESUME:
                 self._resume()
         while self._arena.returned:
-            self._send(Tag.LET_GO, offset=self._arena.returned.popleft())
+            offset, _ = self._arena.returned.popleft()
+            self._send(Tag.LET_GO, offset=offset)
 
     def _resume(self) -> None:
         self._ended = False
@@ -234,7 +235,9 @@ class _Bench:
 
     def _ask_for_space(self, message: Message, encoded: codec.Encoded) -> None:
         arena = self._arena
-        self._send_for(message, Tag.NEED_SPACE, size=codec.need(encoded, arena.address, arena.used))
+        # Enough for all of it anew, and for this batch beside what its collate function took and dropped.
+        beside = codec.need(encoded, arena.address, arena.used)
+        self._send_for(message, Tag.NEED_SPACE, size=max(beside, codec.need(encoded)))
         grant = self._inbox.take_grant()
         if grant.flags & Flag.DROP:
             encoded.drop()
@@ -339,5 +342,8 @@ def _in_file(encoded: codec.Encoded) -> tuple[int, list[int]]:
 
 
 def _shortened(indices: Any) -> str:
-    text = f"indices {indices}"
+    try:
+        text = f"indices {indices}"
+    except Exception:  # whatever the sampler's own objects make of it
+        text = f"indices of {type(indices).__name__} that cannot be printed"
     return text if len(text) < 200 else text[:200] + "…"

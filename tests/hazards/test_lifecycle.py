@@ -138,6 +138,7 @@ def idle(method: str) -> Any:
     while any(not task.answered for task in iterator._pump.tasks.values()):
         iterator._serve_needs()
         iterator._hear()
+    iterator._settle()
     return iterator
 
 
@@ -401,7 +402,7 @@ def test_after_a_broken_iterator_the_loader_starts_afresh(persistent: bool) -> N
         iterator = iter(source)
         held.append(next(iterator))
         workers = pids(iterator)
-        seen, broken = Injector(Interrupt).run(iterator, 40)
+        _, broken = Injector(Interrupt).run(iterator, 40)
         assert broken
         with pytest.raises(IteratorBrokenError, match=r"call iter\(\) on the loader again"):
             next(iterator)
