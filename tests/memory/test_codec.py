@@ -374,13 +374,12 @@ def test_inside_inference_mode_what_arrives_is_no_inference_tensor(slot: Slot) -
 # -- arrays -----------------------------------------------------------------------------------------------------
 
 
-def test_an_array_lies_in_the_slot_and_may_be_written_to(slot: Slot) -> None:
+def test_an_array_has_memory_of_its_own_and_may_be_written_to(slot: Slot) -> None:
     sent = np.arange(6.0).reshape(2, 3)
     sent.flags.writeable = False
     arrived = slot.carry(sent)
     arrived[0, 0] = 7
-    assert 0 <= arrived.ctypes.data - slot.address < slot.nbytes
-    assert arrived.ctypes.data % ALIGN_BYTES == 0
+    assert not 0 <= arrived.ctypes.data - slot.address < slot.nbytes
 
 
 @pytest.mark.parametrize(

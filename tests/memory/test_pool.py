@@ -57,9 +57,9 @@ def lend(pool: Pool, batch: Any) -> tuple[Slot, Any]:
 
 def test_a_lent_batch_lies_in_its_slot_and_gives_it_back_when_it_is_dropped() -> None:
     pool = new_pool()
-    slot, batch = lend(pool, [torch.arange(5), np.ones(3)])
+    slot, batch = lend(pool, [torch.arange(5), torch.ones(3)])
     start = pool.segment.address + slot.offset
-    assert start <= batch[0].data_ptr() < batch[1].ctypes.data < start + slot.capacity
+    assert start <= batch[0].data_ptr() < batch[1].data_ptr() < start + slot.capacity
     assert slot.state is S.LEASED
     del batch
     assert slot.state is S.LEASED, "finalizers only append; the pump frees"
@@ -271,6 +271,8 @@ def test_a_slot_leased_while_our_own_worker_is_forked_comes_back_with_its_end() 
     assert not pool.tainted
     let_go(*child)
     pools.gone(token)
+    assert slot.state is S.EXPOSED, "ends are only posted; the pool's own thread notes them"
+    pool.reclaim()
     assert slot.state is S.FREE
 
 
