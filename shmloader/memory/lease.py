@@ -30,14 +30,16 @@ def lease(mapping: mmap.mmap, offset: int, capacity: int, token: object, returne
     """
     exporter = _exporter_type(capacity).from_buffer(mapping, offset)
     exporter.token = token
-    exporter.returned = returned
+    exporter.returned = returned  # last: with it the lease begins
     return exporter
 
 
 def _exporter_type(capacity: int) -> type[Any]:
     kind = _types.get(capacity)
     if kind is None:
-        kind = _types[capacity] = type("Lease", (ctypes.c_char * capacity,), {"__del__": _give_back})
+        # Until lease() has set its own, a lease gives nothing back: a signal handler may come between.
+        members = {"__del__": _give_back, "token": None, "returned": deque(maxlen=0)}
+        kind = _types[capacity] = type("Lease", (ctypes.c_char * capacity,), members)
     return kind
 
 

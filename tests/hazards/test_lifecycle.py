@@ -232,10 +232,7 @@ def test_workers_survive_the_end_of_the_thread_that_made_the_loader() -> None:
 def test_a_death_with_messages_unread_on_both_sides() -> None:
     iterator = iter(loader(FailsThenDies(), num_workers=1, prefetch_factor=20))
     assert all_gone(pids(iterator), 10)  # its answers lie there, and so do the fills that it never read
-    for index in range(6):
-        with pytest.raises(ValueError, match=f"{index}:x"):
-            next(iterator)
-    with pytest.raises(WorkerDiedError, match="exit code 7"):
+    with pytest.raises(WorkerDiedError, match="exit code 7"), within(2.0):
         next(iterator)
 
 
@@ -280,16 +277,16 @@ def go_through(iterator: Iterator[Any], kind: type[BaseException]) -> tuple[list
 
     In a for loop nothing can come between the iterator's return and the append, so what is missing is its fault.
     """
-    seen: list[int] = []
+    seen: list[torch.Tensor] = []
     while True:
         try:
             for batch in iterator:
-                seen.append(int(batch[0, 0]))  # noqa: PERF401 - an interruption must not lose them
-            return seen, False
+                seen.append(batch)  # noqa: PERF402 - an interruption must not lose them
+            return numbers(seen), False
         except kind:
             continue
         except IteratorBrokenError:
-            return seen, True
+            return numbers(seen), True
 
 
 class Injector:
@@ -309,12 +306,16 @@ class Injector:
             sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event not in ("call", "c_return") or frame.f_code in (go_through.__code__, Injector.run.__code__):
+        if event not in ("call", "c_return") or frame.f_code in CONSUMERS:
             return
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)
             raise self._kind
+
+
+#: What is interrupted in these is not the iterator.
+CONSUMERS = {function.__code__ for function in (go_through, numbers, Injector.run)}
 
 
 @pytest.mark.slow
@@ -328,26 +329,32 @@ class Injector:
     ],
 )
 def test_an_interruption_anywhere_leaves_all_data_right_or_a_broken_iterator(
-    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], options: dict[str, Any]
+    kind: type[BaseException], options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # in a finalizer nobody can catch it
-    source = loader(Numbers(10), **options)
+    def trials(teller: Teller) -> None:
+        sys.unraisablehook = lambda unraisable: None  # what is raised in a finalizer nobody can catch
+        source = loader(Numbers(10), **options)
+        injector, place, verdicts = Injector(kind), 1, []
+        while injector.left <= 0 and place < MOST_PLACES:
+            verdicts.append((place, *injector.run(iter(source), place)))
+            place += STRIDE
+        source.close()
+        verdicts.append((place, numbers(source), False))
+        source.close()
+        teller.tell((verdicts, children()))
+
+    # In a child: an interruption between a system call and its return may cost the process a descriptor.
+    verdicts, left = told_by(trials)
     wanted, ordered = options.get("sampler", list(range(10))), options.get("in_order", True)
-    injector, place, kept, broken = Injector(kind), 1, 0, 0
-    while injector.left <= 0 and place < MOST_PLACES:
-        seen, is_broken = injector.run(iter(source), place)
-        if is_broken:
-            broken += 1
-            assert seen == wanted[: len(seen)] or not ordered, f"wrong after {place} places"
-            assert len(seen) == len(set(seen))
-        else:
-            kept += 1
+    for place, seen, is_broken in verdicts:
+        if not is_broken:
             assert (seen if ordered else sorted(seen)) == wanted, f"silently wrong after {place} places"
-        place += STRIDE
-    assert broken > 20
-    assert kept > 0
-    assert numbers(loader(Numbers(10))) == list(range(10))
-    source.close()
+        elif ordered:
+            assert seen == wanted[: len(seen)], f"wrong after {place} places"
+        else:
+            assert len(seen) == len(set(seen)), f"wrong after {place} places"
+    assert not left
+    assert 20 < sum(is_broken for _, _, is_broken in verdicts) < len(verdicts) - 1
 
 
 @pytest.mark.slow
