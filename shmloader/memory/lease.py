@@ -38,7 +38,7 @@ def _exporter_type(capacity: int) -> type[Any]:
     kind = _types.get(capacity)
     if kind is None:
         # Until lease() has set its own, a lease gives nothing back: a signal handler may come between.
-        members = {"__del__": _give_back, "token": None, "returned": deque(maxlen=0)}
+        members: dict[str, Any] = {"__del__": _give_back, "token": None, "returned": deque(maxlen=0)}
         kind = _types[capacity] = type("Lease", (ctypes.c_char * capacity,), members)
     return kind
 

@@ -147,7 +147,9 @@ class Lender:
     def __init__(self, budget: Callable[[], int], available: Callable[[], int], most_slots: int | None) -> None:
         self._budget, self._available, self._most_slots = budget, available, most_slots
         self._idle: Pool | None = None
-        self._lent: weakref.WeakSet[Pool] = weakref.WeakSet()
+        # Held: a pool that the garbage collector found together with its iterator would lose its descriptor and its
+        # place in the register, and then come back from the iterator's finalizer.
+        self._lent: set[Pool] = set()
         self._closed = False
 
     def lend(self) -> Pool:

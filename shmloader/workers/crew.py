@@ -96,6 +96,11 @@ class Worker:
 Heard = tuple[Worker, Message | None]
 
 
+#: Crews with workers. Held here: where the garbage collector finds a crew together with its iterator, it would close
+#: the sockets and sentinels first, and then call the iterator's finalizer, which needs them.
+_at_work: set[Crew] = set()
+
+
 class Crew:
     """The workers of one iterator.
 
@@ -117,6 +122,7 @@ class Crew:
 
     def start(self, job: Job) -> None:
         """Start the workers, all with this job. If that fails, those that did start are left to :meth:`stop`."""
+        _at_work.add(self)
         method = self._context.get_start_method()
         if method == "forkserver":
             _preload(job)
@@ -270,6 +276,7 @@ class Crew:
                 for worker in self._alive():
                     worker.process.kill()
                 self._all_end(None)
+        _at_work.discard(self)
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.state is not WorkerState.GONE]

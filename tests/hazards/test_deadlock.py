@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from shmloader import BatchTooLargeError, DataLoader, PoolWarning
+from shmloader import BatchTooLargeError, DataLoader
 from tests.equal import assert_same
 from tests.faulty import Faults, Numbers
 from tests.programs import within
@@ -227,21 +227,6 @@ def test_an_epoch_that_ends_while_workers_wait_for_space(persistent: bool) -> No
         source.close()
 
 
-@pytest.mark.parametrize("position", [0, 5, 11])
-def test_a_batch_over_the_limit_is_an_error_that_names_both_numbers_and_the_others_arrive(position: int) -> None:
-    sizes = [1000] * 12
-    sizes[position] = 3 * MIB
-    iterator = iter(DataLoader(Sized(sizes), num_workers=2, memory_limit="2MiB"))
-    for index in range(12):
-        if index == position:
-            with pytest.raises(BatchTooLargeError, match=rf"{3 * MIB} bytes.*memory_limit.*{2 * MIB} bytes"):
-                next(iterator)
-        else:
-            check(next(iterator), sizes, index)
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-
 def test_batches_over_the_limit_out_of_order() -> None:
     sizes = [3 * MIB if index % 3 == 0 else 1000 + index for index in range(30)]
     iterator = iter(DataLoader(Sized(sizes), num_workers=3, memory_limit="2MiB", in_order=False))
@@ -255,34 +240,6 @@ def test_batches_over_the_limit_out_of_order() -> None:
     assert sorted(seen) == [index for index in range(30) if index % 3]
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-def test_a_batch_over_the_default_budget_travels_in_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmloader.loader._default_budget", lambda: MIB)
-    sizes = [1000, 1000, 5 * MIB, 1000, 7 * MIB, 1000]
-    source = DataLoader(Sized(sizes), num_workers=2)
-    with pytest.warns(PoolWarning, match="travelled in memory of its own") as warned:
-        held = list(source)
-    assert len(warned) == 1
-    assert source.stats().oversize_batches == 2
-    for index, batch in enumerate(held):
-        check(batch, sizes, index)
-        batch.add_(1)
-
-
-@pytest.mark.filterwarnings(HELD, OVERSIZE)
-@pytest.mark.parametrize("workers", [2, 4, 8])
-@pytest.mark.parametrize("held", [1, 2, 9])
-def test_six_slots_with_any_number_of_held_batches_and_workers(workers: int, held: int) -> None:
-    source = DataLoader(Numbers(200, 100), batch_size=2, num_workers=workers, slots=6)
-    kept: list[torch.Tensor] = []
-    with within(20):
-        for number, batch in enumerate(source):
-            assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
-            kept = [*kept, batch][-held:]
-            for back, one in enumerate(reversed(kept)):
-                assert one[:, 99].tolist() == [2 * (number - back), 2 * (number - back) + 1]
-    assert sum(source.stats().slots.values()) <= 6
 
 
 @pytest.mark.filterwarnings(HELD, OVERSIZE)

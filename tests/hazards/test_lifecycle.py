@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import resource
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from shmloader import DataLoader, IteratorBrokenError, WorkerDiedError
 from shmloader.loader import _homes
+from shmloader.memory import pool as pools
 from tests.faulty import Faults, Numbers, Parent, Sleepy, SoundSleeper, Trap, Unpicklable
 from tests.programs import (
     Forked,
@@ -182,7 +184,7 @@ def lonely(method: str) -> Any:
     ("method", "situation"),
     [
         *(("fork", situation) for situation in (idle, fetching, sending, starting, lonely)),
-        *(("forkserver", situation) for situation in (idle, fetching, sending, starting, lonely)),
+        *(("forkserver", situation) for situation in (idle, fetching, lonely)),
         *(("spawn", situation) for situation in (fetching, lonely)),
     ],
 )
@@ -373,9 +375,9 @@ def test_signals_at_any_time_leave_all_data_right_or_a_broken_iterator(
         signal.signal(signal.SIGALRM, interrupt)
         source = loader(Slow(), persistent_workers=persistent)
         verdicts = []
-        for trial in range(80):
+        for trial in range(80 if persistent else 40):
             iterator = iter(source)
-            signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.00025 * trial)
+            signal.setitimer(signal.ITIMER_REAL, 0.0002 + (0.00025 if persistent else 0.0005) * trial)
             try:
                 seen, broken = go_through(iterator, kind)
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -454,6 +456,29 @@ def test_a_second_ctrl_c_while_workers_end_leaves_no_worker(monkeypatch: pytest.
     assert all_gone(workers, 0)
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_an_iterator_that_the_garbage_collector_finds_leaves_its_loader_whole(method: str) -> None:
+    """Whatever it finds together it finalizes together: descriptors, registers, and last the iterator."""
+    source = loader(num_workers=1, multiprocessing_context=method)
+    for _ in range(3):
+        iterator = iter(source)
+        workers = pids(iterator)
+        cycle: list[Any] = [iterator]
+        cycle.append(cycle)
+        assert int(next(iterator)[0, 0]) == 0
+        del iterator, cycle
+        gc.collect()
+        assert all_gone(workers, 0)
+        pool = source_pool(source)
+        assert pool.segment.fd >= 0
+        assert pool in [ref() for ref in pools._pools]
+        del pool
+    seen = list(source)
+    assert numbers(seen) == list(range(COUNT))
+    assert source.stats().oversize_batches == source.stats().private_copies == 0
+    source.close()
+
+
 def test_the_end_of_one_iterator_in_the_middle_of_anothers_pump() -> None:
     """As when the garbage collector finds it there: it waits until that pump is through."""
     gc.collect()
@@ -530,8 +555,10 @@ EXITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("situation", EXITS)
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("situation", "method"),
+    [*((situation, "fork") for situation in EXITS), ("persistent, mid-epoch", "forkserver")],
+)
 def test_the_interpreters_exit_is_silent_and_leaves_no_process(situation: str, method: str) -> None:
     outcome = run(
         f"""
@@ -892,6 +919,13 @@ def test_a_data_set_that_cannot_be_sent_is_refused_with_torchs_warning(method: s
     assert (descriptors(), children()) == before
 
 
+def limit_for(spare: int) -> int:
+    """The limit of descriptors under which ``spare`` more can be opened."""
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = (number for number in range(1 << 16) if number not in used)
+    return next(itertools.islice(free, spare, None))
+
+
 def ours_open() -> Iterator[str]:
     """Descriptors of kinds that a loader opens."""
     for name in os.listdir("/proc/self/fd"):
@@ -909,11 +943,10 @@ def test_a_lack_of_descriptors_at_any_point_of_the_start_leaves_nothing() -> Non
         source.close()
         gc.collect()
         opened = descriptors()
-        top = max(int(name) for name in os.listdir("/proc/self/fd"))
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         failures = 0
         for spare in range(1, 24):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (top + spare, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for(spare), hard))
             try:
                 for batch in source:
                     del batch
