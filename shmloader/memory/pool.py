@@ -20,7 +20,6 @@ import numpy as np
 from shmloader.memory.codec import ALIGN_BYTES
 from shmloader.memory.layout import Layout
 from shmloader.memory.lease import lease
-from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import Segment
 from shmloader.memory.slots import Ledger, Slot
 from shmloader.workers.protocol import SlotEvent, SlotState
@@ -111,10 +110,6 @@ class Pool:
         """The memory of ``slot``, which is leased until nothing can read what is built on it."""
         self.ledger.apply(slot, SlotEvent.LEASE)
         return lease(self.segment.map, slot.offset, slot.capacity, slot, self._returned)
-
-    def lend_batch(self, slot: Slot, layout: Layout) -> Any:
-        """The batch in ``slot``, built on the slot."""
-        return decode(layout, self.lend(slot))
 
     def copy_batch(self, slot: Slot, layout: Layout) -> np.ndarray[Any, Any]:
         """The batch's bytes in private memory; the slot's state stays as it is."""

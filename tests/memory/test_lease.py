@@ -21,6 +21,7 @@ from shmloader.memory import lease
 from shmloader.memory.budget import PAGE_BYTES
 from shmloader.memory.codec import ALIGN_BYTES, encode, place
 from shmloader.memory.pool import Pool
+from shmloader.memory.rebuild import decode
 from shmloader.workers.protocol import SlotEvent, SlotState
 from tests.datasets import Made, Rows, stack_numpy
 
@@ -78,7 +79,7 @@ def test_a_slot_stays_leased_while_it_can_be_read_in_this_way(way: Way) -> None:
     assert slot is not None
     offsets = place(encoded, pool.segment.address + slot.offset, slot.capacity)
     pool.ledger.apply(slot, E.FILLED)
-    batch = pool.lend_batch(slot, encoded.layout(offsets or []))
+    batch = decode(encoded.layout(offsets or []), pool.lend(slot))
     kept = way.keep(batch)
     del batch
     pool.reclaim()
@@ -97,7 +98,7 @@ def test_an_array_and_its_views_have_memory_of_their_own_and_hold_no_slot() -> N
     assert slot is not None
     offsets = place(encoded, pool.segment.address + slot.offset, slot.capacity)
     pool.ledger.apply(slot, E.FILLED)
-    batch = pool.lend_batch(slot, encoded.layout(offsets or []))
+    batch = decode(encoded.layout(offsets or []), pool.lend(slot))
     views = [memoryview(batch[0])[2:4], torch.from_numpy(batch[1])[1]]
     del batch
     pool.reclaim()

@@ -18,6 +18,7 @@ from shmloader.memory.budget import PAGE_BYTES
 from shmloader.memory.codec import ALIGN_BYTES, encode, place
 from shmloader.memory.layout import Layout
 from shmloader.memory.pool import DEBUG_PATTERN, Lender, Pool, private_buffer
+from shmloader.memory.rebuild import decode
 from shmloader.memory.slots import Slot
 from shmloader.workers.protocol import SlotEvent, SlotState
 
@@ -49,7 +50,7 @@ def fill(pool: Pool, batch: Any) -> tuple[Slot, Layout]:
 
 def lend(pool: Pool, batch: Any) -> tuple[Slot, Any]:
     slot, layout = fill(pool, batch)
-    return slot, pool.lend_batch(slot, layout)
+    return slot, decode(layout, pool.lend(slot))
 
 
 # -- batches ----------------------------------------------------------------------------------------------------
