@@ -44,7 +44,8 @@ def leave(outermost: bool) -> None:
     """The pump is through; what was posted meanwhile ends now."""
     if outermost:
         _pumping.busy = False
-        _serve_orphans()
+        if _orphans:
+            _serve_orphans()
 
 
 def finalize(iterator: Ending) -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import _DatasetKind
@@ -34,6 +34,8 @@ from shmloader.workers.crew import Crew, Worker, close_files
 from shmloader.workers.payload import Job
 from shmloader.workers.protocol import Message, Tag
 
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -47,8 +49,7 @@ class Terms:
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """What one ``next()`` comes to."""
 
     data: Any = None
@@ -153,7 +154,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         # torch's own counts against the length that the data set gave, and opens a range for the profiler, which
         # takes longer than fetching a small batch even when there is none.
         self._handing = True
-        if self._length_called or torch._C._autograd._profiler_enabled():
+        if self._length_called or _profiler_enabled():
             data = super().__next__()
         else:
             data = self._next_data()
@@ -169,7 +170,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         if self._withheld is None:
             self._run()
         self._unsettled = False
-        self._pump.warn()  # where warnings are errors, the batch is still there for the next call
+        if self._pump.notices:
+            self._pump.warn()  # where warnings are errors, the batch is still there for the next call
         outcome = self._withheld
         assert outcome is not None
         if outcome.error is not None:
@@ -215,9 +217,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             raise StopIteration
         if not self._in_order:
             return tasks[self._arrived.popleft()] if self._arrived else None
-        while self._rcvd_idx not in tasks:
+        while (task := tasks.get(self._rcvd_idx)) is None:
             self._rcvd_idx += 1
-        task = tasks[self._rcvd_idx]
         return task if task.answered else None
 
     def _lowest(self) -> int:
@@ -228,6 +229,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         return next(iter(tasks), -1)
 
     def _serve_needs(self) -> None:
+        if not self._pump.needy:
+            return
         refused = self._pump.serve_needs(self._lowest())
         if refused is not None and not self._in_order:
             self._arrived.append(refused.batch)

@@ -57,6 +57,8 @@ class Task:
     #: Bytes that the worker asked for and waits for; 0: it does not wait.
     needs: int = 0
     layout: Layout | None = None
+    #: Pickled values of a plain nest.
+    values: bytes = b""
     #: Private memory that holds the batch, where it does not lie in the slot.
     buffer: Any = None
     error: BaseException | None = None
@@ -99,7 +101,8 @@ class Pump:
         #: Tasks that were assigned without a slot, until they get one or do without.
         self._slotless: set[Task] = set()
         self._noticed: set[str] = set()
-        self._notices: list[str] = []
+        #: Warnings to be given.
+        self.notices: list[str] = []
         self.counts = Counts()
 
     # -- out ---------------------------------------------------------------------------------------------------
@@ -122,6 +125,11 @@ class Pump:
             return self.pool.ledger.acquire(nbytes)
         except PoolMemoryError:
             return None
+
+    @property
+    def needy(self) -> bool:
+        """Whether a worker waits for space."""
+        return bool(self._needy)
 
     def serve_needs(self, lowest: int) -> Task | None:
         """Grant space to workers that wait for it, in order; the ``lowest`` undelivered batch always gets through.
@@ -188,25 +196,26 @@ class Pump:
 
     def note(self, message: Message) -> Task | None:
         """Note one message; returns the task that it has settled, if somebody still waits for it."""
-        if message.tag == Tag.LET_GO:
+        tag = message.tag
+        if tag == Tag.LET_GO:
             self.pool.let_go(message.offset)
             return None
         key = message.epoch, message.batch
         task = self._owed.get(key)
         if task is None:
-            raise ProtocolError(f"message {message.tag} for batch {message.batch} of epoch {message.epoch}: not owed")
+            raise ProtocolError(f"message {tag} for batch {message.batch} of epoch {message.epoch}: not owed")
         wanted = self.tasks.get(task.batch) is task
-        if message.tag == Tag.NEED_SPACE:
+        if tag == Tag.NEED_SPACE:
             return self._note_need(task, message.size, wanted)
         del self._owed[key]
         self._slotless.discard(task)
         task.worker.owes -= 1
-        if message.tag == Tag.FILLED:
+        if tag == Tag.FILLED:
             self._note_filled(task, message)
         else:
             self._note_failed(task, message)
         if wanted:
-            return task if message.body or message.tag == Tag.FILLED else None
+            return task if message.body or tag == Tag.FILLED else None
         self._discard(task)
         return None
 
@@ -233,14 +242,14 @@ class Pump:
         task.worker.send(Tag.GRANT, Flag.DROP, epoch=task.epoch, batch=task.batch)
 
     def _note_filled(self, task: Task, message: Message) -> None:
-        ledger, kept = self.pool.ledger, bool(message.flags & Flag.KEPT)
+        ledger, kept = self.pool.ledger, message.flags & Flag.KEPT
         if message.flags & Flag.IN_FILE:
             task.worker.channel.expects_fd = False
             task.buffer = _contents(message.fd)
             task.moved_from, task.slot = task.slot, None
         if task.moved_from is not None:
             self._leave(task.moved_from, SlotEvent.FILLED_KEPT if kept else SlotEvent.REPLACED)
-            task.moved_from, kept = None, False
+            task.moved_from, kept = None, 0
         layout = task.layout = self._layout(task, message)
         ledger.note_filled(layout.extent)
         if task.slot is None:
@@ -259,8 +268,10 @@ class Pump:
     def _layout(self, task: Task, message: Message) -> Layout:
         known = task.worker.layouts
         if message.layout != NO_LAYOUT and not message.flags & Flag.DEFINE:
+            task.values = message.body
             return known[message.layout]
         layout = Layout.from_bytes(message.body)
+        task.values = message.body[layout.head_bytes :]
         if message.flags & Flag.DEFINE:
             known[message.layout] = layout
         if message.flags & Flag.IN_RANGE:
@@ -269,7 +280,7 @@ class Pump:
                 skeleton = self.pool.read(task.slot, start, message.size)
             else:
                 skeleton = bytes(memoryview(task.buffer)[start:end])
-            layout = Layout(skeleton, layout.spans)
+            layout = Layout(skeleton, layout.spans, layout.plain)
         return layout
 
     def _note_failed(self, task: Task, message: Message) -> None:
@@ -311,12 +322,12 @@ class Pump:
 
     def _rebuild(self, task: Task, layout: Layout, buffer: Any) -> Any:
         try:
-            return decode(layout, buffer)
+            return decode(layout, buffer, 0, task.values)
         except Exception:
             # A class of the batch's that refuses to be rebuilt does so again, and later batches come all the same;
             # an exception out of nowhere, from a signal handler, does not.
             try:
-                decode(layout, buffer)
+                decode(layout, buffer, 0, task.values)
             except Exception:
                 del self.tasks[task.batch]
             raise
@@ -370,12 +381,12 @@ class Pump:
         """Keep a warning, once of its kind, for :meth:`warn`: here it might be raised as an error amid a step."""
         if kind not in self._noticed:
             self._noticed.add(kind)
-            self._notices.append(text)
+            self.notices.append(text)
 
     def warn(self) -> None:
         """Give the warnings that have come up, as if from the caller's caller's caller."""
-        while self._notices:
-            warnings.warn(self._notices.pop(0), PoolWarning, stacklevel=4)
+        while self.notices:
+            warnings.warn(self.notices.pop(0), PoolWarning, stacklevel=4)
 
 
 def _contents(fd: int) -> Any:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import io
+import marshal
 import pickle
-from array import array
 from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Hashable, Iterator
@@ -30,13 +30,15 @@ from torch.multiprocessing.reductions import reduce_tensor
 from shmloader.memory import rebuild
 from shmloader.memory.dtypes import CODES, SIZES
 from shmloader.memory.layout import RAW, SHARED, WHOLE, Layout, Span
-from shmloader.memory.outline import Outline, contiguous_strides
+from shmloader.memory.outline import Outline, contiguous_strides, skeleton
 from shmloader.memory.rebuild import decode
 
 #: Every storage starts at a multiple of this: what vector units and DMA engines like, and more than any dtype needs.
 ALIGN_BYTES = 64
 #: Disjoint views of one storage travel as one region, and so keep sharing it, unless that ships over twice their bytes.
 HULL_FACTOR = 2
+#: Values of more bytes than this travel with the pickle of the batch, which takes them through the slot if need be.
+MOST_VALUE_BYTES = 8 * 1024
 #: So many skeletons of plain nests are remembered; ragged batches have ever new ones.
 MOST_SKELETONS = 256
 
@@ -67,8 +69,9 @@ class Encoded:
     skeleton: bytes
     regions: list[Region]
     sights: tuple[tuple[int, int, int], ...]
-    #: Whether the batch is a plain nest, so that its skeleton is told by its outline.
+    #: Whether the batch is a plain nest: then the skeleton is its outline, and its values are pickled apart.
     plain: bool = False
+    values: bytes = b""
 
     def ship_skeleton(self) -> None:
         """Let the skeleton travel as the last region, for one too long for a message."""
@@ -96,40 +99,48 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def encode(obj: Any, *, keep_shared: bool = False) -> Encoded:
+def encode(obj: Any) -> Encoded:
     """Take ``obj`` apart without copying any of its large parts.
+
+    Raises:
+        Exception: whatever pickling raises for something that cannot be pickled; :func:`locate` says where it is.
+    """
+    outline = Outline.of(obj)
+    if outline is None:
+        return dismantle(obj)
+    regions = [_region(tensor) for tensor in outline.tensors]
+    if len({region.key for region in regions}) != len(regions):
+        return dismantle(obj)  # storages are shared in ways that the outline does not tell
+    values = pickle.dumps(outline.values, 5) if outline.values else b""
+    if len(values) > MOST_VALUE_BYTES:
+        return dismantle(obj)
+    sights = tuple([(WHOLE, number, 0) for number in range(len(regions))])
+    return Encoded(skeleton_of(outline.key), regions, sights, plain=True, values=values)
+
+
+def skeleton_of(key: Hashable) -> bytes:
+    """The skeleton of a plain nest, by the key of its outline; most batches look like the one before."""
+    known = _skeletons.get(key)
+    if known is None:
+        if len(_skeletons) >= MOST_SKELETONS:
+            _skeletons.clear()
+        known = _skeletons[key] = skeleton(key)
+    return known
+
+
+_skeletons: dict[Hashable, bytes] = {}
+
+
+def dismantle(obj: Any, *, keep_shared: bool = False) -> Encoded:
+    """Take apart anything that can be pickled.
 
     Args:
         keep_shared: leave tensors in shared memory to torch's own reduction, which passes their descriptor, so that
             both sides go on seeing each other's writes. For data sets; a batch is always copied.
 
     Raises:
-        Exception: whatever pickling raises for something that cannot be pickled; :func:`locate` says where it is.
+        Exception: as :func:`encode`.
     """
-    if keep_shared:
-        return _pickle(obj, keep_shared)
-    outline = Outline(obj)
-    if outline.key is None:
-        return _pickle(obj, keep_shared)
-    regions = [_region(tensor) for tensor in outline.tensors]
-    if len({region.key for region in regions}) != len(regions):
-        return _pickle(obj, keep_shared)  # storages are shared in ways that the outline does not tell
-    known = _skeletons.get(outline.key)
-    if known is not None:
-        return Encoded(known.skeleton, regions, known.sights, plain=True)
-    encoded = _pickle(obj, keep_shared)
-    if len(_skeletons) >= MOST_SKELETONS:
-        _skeletons.clear()
-    _skeletons[outline.key] = Encoded(encoded.skeleton, [], encoded.sights)
-    encoded.plain = True
-    return encoded
-
-
-#: Skeletons of plain nests by outline: most batches look like the one before.
-_skeletons: dict[Any, Encoded] = {}
-
-
-def _pickle(obj: Any, keep_shared: bool) -> Encoded:
     file, seen = io.BytesIO(), _Seen()
     _Pickler(file, seen, keep_shared).dump(obj)
     regions = seen.regions
@@ -335,13 +346,11 @@ _INTS, _ANY = b"i", b"p"
 
 
 def pack(obj: Any) -> bytes:
-    """``obj`` as one run of bytes. A list of ints is eight bytes an element; types come back exactly."""
-    if type(obj) is list and set(map(type, obj)) == {int}:
-        try:
-            return _INTS + array("q", obj).tobytes()
-        except OverflowError:
-            pass
-    encoded = encode(obj)  # kept to the end: join() looks at the pieces when the generator is through with them
+    """``obj`` as one run of bytes; types come back exactly."""
+    if type(obj) is int or (type(obj) is list and set(map(type, obj)) == {int}):
+        # Only for these: of what has a buffer, such as numpy's integers, marshal makes bytes.
+        return _INTS + marshal.dumps(obj)
+    encoded = dismantle(obj)  # kept to the end: join() looks at the pieces when the generator is through with them
     return _ANY + b"".join(pieces(encoded))
 
 
@@ -363,9 +372,7 @@ def pieces(encoded: Encoded) -> Iterator[bytes | memoryview]:
 def unpack(data: bytes) -> Any:
     """The inverse of :func:`pack`. What is built may be written to, and shares nothing with ``data``."""
     if data[:1] == _INTS:
-        ints = array("q")
-        ints.frombytes(data[1:])
-        return ints.tolist()
+        return marshal.loads(memoryview(data)[1:])
     return join(bytearray(memoryview(data)[1:]))
 
 

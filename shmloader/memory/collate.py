@@ -10,7 +10,6 @@ the range for the data set itself, which may cache what it collates.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +20,10 @@ import torch
 from torch.utils.data._utils.collate import default_collate
 
 from shmloader.memory.codec import aligned
-from shmloader.memory.dtypes import CODES, tensor_on
 from shmloader.memory.lease import lease
+from shmloader.memory.pool import private_buffer
 from shmloader.memory.segment import Segment
-from shmloader.memory.stack import stack
+from shmloader.memory.stack import Room, stack
 
 
 class Arena:
@@ -77,13 +76,13 @@ class Arena:
             return torch.UntypedStorage(nbytes)
         return torch.frombuffer(self._lease, dtype=torch.uint8, count=nbytes, offset=start).untyped_storage()
 
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """An uninitialised tensor for one output of the collate function, in the range if it fits."""
-        numel = math.prod(shape)
-        start = self._take(numel * dtype.itemsize)
-        if start is None:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return tensor_on(self._lease, start, CODES[dtype], shape)
+    def find_room(self, nbytes: int) -> Room:
+        """Where a batch of ``nbytes`` is to be stacked: in the range if it fits."""
+        if nbytes > self.capacity - self.used:
+            buffer = private_buffer(nbytes)
+            return Room(buffer, 0, buffer.ctypes.data)
+        start, self.used = self.used, min(aligned(self.used + nbytes), self.capacity)
+        return Room(self._segment.map, self.offset + start, self._segment.address)
 
     def _take(self, nbytes: int) -> int | None:
         """Where in the range the next ``nbytes`` go; None if they cannot go there now."""
@@ -98,15 +97,16 @@ class Arena:
 
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """``collate_fn``, with its allocations in the range."""
-        direct = collate_fn is default_collate
 
         def collate(samples: Any) -> Any:
             self._collator = get_ident()
             try:
-                return stack(samples, self.empty) if direct else collate_fn(samples)
+                return collate_fn(samples)
             finally:
                 self._collator = 0
 
+        if collate_fn is default_collate:
+            return lambda samples: stack(samples, self.find_room, collate)
         return collate
 
 

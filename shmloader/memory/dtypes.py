@@ -21,6 +21,9 @@ _NUMPY_DTYPES = {getattr(torch, name): np.dtype(name) for name in _SAME_NAMES}
 #: By number; None where numpy has no such type (bfloat16, the float8s, quantized types).
 NUMPY: list[np.dtype[Any] | None] = [_NUMPY_DTYPES.get(dtype) for dtype in DTYPES]
 
+#: torch's numbers of numpy's dtypes, native byte order only.
+NUMPY_CODES = {dtype: code for code, dtype in enumerate(NUMPY) if dtype is not None}
+
 
 def tensor_on(buffer: Any, offset: int, code: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A contiguous tensor, not empty, on ``buffer``: own storage, offset 0, exact size, no ``_base``."""

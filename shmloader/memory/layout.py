@@ -32,18 +32,17 @@ class Span(NamedTuple):
 class Layout:
     """A skeleton and its spans: all that is needed to rebuild a batch on its bytes."""
 
-    __slots__ = ("build", "extent", "nbytes", "plain", "simple", "skeleton", "spans", "uses")
+    __slots__ = ("build", "extent", "nbytes", "plain", "simple", "skeleton", "spans")
 
     def __init__(self, skeleton: bytes, spans: tuple[Span, ...], plain: bool = False) -> None:
         self.skeleton = skeleton
         self.spans = spans
-        #: Whether the encoder saw a plain nest. That what comes out looks like one says nothing about how it was made.
+        #: Whether the skeleton is the outline of a plain nest; else it is a pickle.
         self.plain = plain
         self.extent = max((span.offset + span.nbytes for span in spans), default=0)
         self.nbytes = sum({span.offset: span.nbytes for span in spans}.values())
-        #: Makes a batch without unpickling, once one has shown that it can be done.
-        self.build: Callable[[Any, int], Any] | None = None
-        self.uses = 0
+        #: Builds the batches of a plain nest; made with the first of them.
+        self.build: Callable[[Any, int, list[Any]], Any] | None = None
         self.simple = all(span.kind == WHOLE for span in spans)
 
     def to_bytes(self) -> bytes:

@@ -1,13 +1,16 @@
-"""Plain nests: batches whose skeleton is told by types, keys, dtypes and shapes alone.
+"""Plain nests: batches that are told by their outline, the bytes of their tensors, and a few values.
 
-Lists, tuples and dicts (with str keys) of ordinary contiguous tensors: what ``default_collate`` makes of most data
-sets. Their *outline* takes a third of the time of pickling them, and equal outlines have equal skeletons, so it serves
-the codec as the key of a cache, in both directions. Whatever is not plain has no outline and is pickled; there is no
-second format.
+Lists, tuples, namedtuples and dicts (with str keys) of ordinary contiguous tensors, numbers and strings: what
+``default_collate`` makes of most data sets, and what most collate functions return. Their *outline* (types, keys,
+dtypes, shapes) repeats from batch to batch even where their values do not, so it crosses to the main process once, as
+a layout's skeleton, and the values travel beside it. Taking one takes a third of the time of pickling the batch.
+Whatever is not plain has no outline and is pickled whole.
 """
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -21,47 +24,93 @@ from shmloader.memory.layout import Span
 #: Nests deeper than this, and those that contain themselves, are left to pickle.
 MOST_LEVELS = 8
 
-#: Builds a batch on a buffer, from an offset.
-Builder = Callable[[Any, int], Any]
+#: Types of values: immutable, and cheap to pickle. Not bytes, which may be long, and which pickle takes out of band.
+VALUES = frozenset({str, int, float, bool, complex, type(None)})
+#: Stands in a key for a value, or for a list or tuple of nothing but values.
+VALUE = "value"
+
+#: Builds a batch on a buffer, from an offset, with its values.
+Builder = Callable[[Any, int, "list[Any]"], Any]
+
+
+class NotPlainError(Exception):
+    """What was looked at has no outline."""
 
 
 class Outline:
-    """The outline of ``obj`` in ``key``, or None; and its tensors, in the order of the skeleton."""
+    """The outline of a nest, as a hashable ``key``; its tensors and values, in the key's order."""
 
-    __slots__ = ("_boxes", "key", "tensors")
+    __slots__ = ("_boxes", "key", "tensors", "values")
 
-    def __init__(self, obj: Any) -> None:
+    def __init__(self) -> None:
+        self.key: Any = None
         self.tensors: list[torch.Tensor] = []
+        self.values: list[Any] = []
         self._boxes: list[int] = []
-        self.key = self._walk(obj, MOST_LEVELS)
-        # The same list at two places must be one list again at the other side, which only pickle sees to.
-        if len(set(self._boxes)) != len(self._boxes):
-            self.key = None
 
-    def _walk(self, obj: Any, levels: int) -> Any:
+    @classmethod
+    def of(cls, obj: Any) -> Outline | None:
+        """The outline of ``obj``, or None if it is not plain."""
+        outline = cls()
+        try:
+            outline.key = outline.walk(obj, MOST_LEVELS)
+        except NotPlainError:
+            return None
+        # The same list at two places must be one list again at the other side, which only pickle sees to.
+        return outline if len(set(outline._boxes)) == len(outline._boxes) else None
+
+    @staticmethod
+    def is_value(obj: Any) -> bool:
+        """Whether a list or tuple, in whole, is a value."""
+        return VALUES.issuperset(map(type, obj))
+
+    def walk(self, obj: Any, levels: int) -> Any:
+        """The key of a part; notes the tensors and values in it.
+
+        Raises:
+            NotPlainError: it has none.
+        """
         kind = type(obj)
         if kind is torch.Tensor:
             if not _is_plain(obj):
-                return None
+                raise NotPlainError
             self.tensors.append(obj)
             return CODES[obj.dtype], tuple(obj.shape)
+        if kind in VALUES:
+            self.values.append(obj)
+            return VALUE
         if levels == 0:
-            return None
-        if kind is list or kind is tuple:
-            parts: list[Any] = [kind]
-            values = obj
-        elif kind is dict and all(type(key) is str for key in obj):
-            parts = [kind, tuple(obj)]
-            values = obj.values()
+            raise NotPlainError
+        return self._walk_box(obj, kind, levels - 1)
+
+    def _walk_box(self, obj: Any, kind: type, levels: int) -> Any:
+        if kind is dict:
+            if not all(type(name) is str for name in obj):
+                raise NotPlainError
+            names, parts = tuple(obj), obj.values()
+        elif kind is list or kind is tuple:
+            if self.is_value(obj):
+                self.values.append(obj)
+                return VALUE
+            names, parts = None, obj
+        elif is_namedtuple(kind):
+            names, parts = None, obj
         else:
-            return None
+            raise NotPlainError
         self._boxes.append(id(obj))
-        for value in values:
-            part = self._walk(value, levels - 1)
-            if part is None:
-                return None
-            parts.append(part)
-        return tuple(parts)
+        return kind, names, *[self.walk(part, levels) for part in parts]
+
+
+@lru_cache(maxsize=256)
+def is_namedtuple(kind: type) -> bool:
+    """Whether instances are told by their class and their fields, and nothing else."""
+    names = kind.__dict__
+    return (
+        kind.__base__ is tuple
+        and "_fields" in names
+        and kind.__dictoffset__ == 0
+        and not any(name in names for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"))
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -84,32 +133,45 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def builder(obj: Any, spans: tuple[Span, ...]) -> Builder | None:
-    """What builds batches like ``obj``, one of them, each on its own buffer; None if ``obj`` is not plain.
+# -- skeletons and builders -------------------------------------------------------------------------------------
+
+
+def skeleton(key: Any) -> bytes:
+    """The key as bytes, for a layout.
+
+    Raises:
+        Exception: whatever pickling raises for the class of a namedtuple that cannot be found by its name.
+    """
+    return pickle.dumps(key, 5)
+
+
+def builder(skeleton: bytes, spans: tuple[Span, ...]) -> Builder:
+    """What builds the batches of one outline, each on its own buffer.
 
     Every call makes fresh containers: the consumer may change the ones it was given.
     """
-    outline = Outline(obj)
-    if outline.key is None or len(outline.tensors) != len(spans):
-        return None  # not plain, or one tensor at two places
-    return _build(outline.key, iter(spans))
+    return _build(pickle.loads(skeleton), iter(spans), itertools.count())
 
 
-def _build(key: Any, spans: Iterator[Span]) -> Builder:
-    kind = key[0]
+def _build(key: Any, spans: Iterator[Span], numbers: Iterator[int]) -> Builder:
+    if key == VALUE:
+        number = next(numbers)
+        return lambda buffer, start, values: values[number]
+    kind, names, *rest = key
     if isinstance(kind, int):
-        return _build_tensor(kind, key[1], next(spans).offset)
-    names = key[1] if kind is dict else ()
-    parts = [_build(part, spans) for part in key[2 if kind is dict else 1 :]]
+        return _build_tensor(kind, names, next(spans).offset)
+    parts = [_build(part, spans, numbers) for part in rest]
     if kind is dict:
-        return lambda buffer, start: dict(zip(names, [part(buffer, start) for part in parts], strict=True))
+        return lambda buffer, start, values: dict(zip(names, [part(buffer, start, values) for part in parts]))
+    if kind is list:
+        return lambda buffer, start, values: [part(buffer, start, values) for part in parts]
     if kind is tuple:
-        return lambda buffer, start: tuple([part(buffer, start) for part in parts])
-    return lambda buffer, start: [part(buffer, start) for part in parts]
+        return lambda buffer, start, values: tuple([part(buffer, start, values) for part in parts])
+    return lambda buffer, start, values: kind.__new__(kind, *[part(buffer, start, values) for part in parts])
 
 
 def _build_tensor(code: int, shape: tuple[int, ...], offset: int) -> Builder:
     dtype, array, from_numpy = NUMPY[code], np.ndarray, torch.from_numpy
     if dtype is None:
-        return lambda buffer, start: tensor_on(buffer, start + offset, code, shape)
-    return lambda buffer, start: from_numpy(array(shape, dtype, buffer, start + offset))
+        return lambda buffer, start, values: tensor_on(buffer, start + offset, code, shape)
+    return lambda buffer, start, values: from_numpy(array(shape, dtype, buffer, start + offset))

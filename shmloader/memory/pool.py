@@ -85,7 +85,8 @@ class Pool:
         while self._returned:
             slot = self._returned.popleft()
             self.ledger.release(slot)
-            self.spoil(slot)
+            if self._debug:
+                self.spoil(slot)
 
     def spoil(self, slot: Slot) -> None:
         """Under SHMLOADER_DEBUG=1, fill a free slot with a pattern."""

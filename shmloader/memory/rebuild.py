@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,38 +18,41 @@ from shmloader.memory.dtypes import DTYPES, SIZES, tensor_on
 from shmloader.memory.layout import RAW, SHARED, Layout, Span
 from shmloader.memory.outline import builder, contiguous_strides
 
+_NO_VALUES: list[Any] = []
+
 #: What a rebuilding function gets for a span: buffer, offset and size of the region in it, the offset of what is seen
 #: within the region, and the region's storage where several spans see it.
 _Place = tuple[Any, int, int, int, "torch.UntypedStorage | None"]
 
 
-def decode(layout: Layout, buffer: Any, start: int = 0) -> Any:
+def decode(layout: Layout, buffer: Any, start: int = 0, values: bytes = b"") -> Any:
     """Rebuild a batch on ``buffer`` (any writable buffer), whose part for this batch begins at ``start``.
 
-    Everything that is built keeps ``buffer`` alive, and nothing else of it.
+    ``values`` are those of a plain nest, pickled. Everything that is built keeps ``buffer`` alive, and nothing else of
+    it.
     """
     # Inside inference_mode torch would build inference tensors, which a later training step could not save.
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return _decode(layout, buffer, start)
-    return _decode(layout, buffer, start)
+            return _decode(layout, buffer, start, values)
+    return _decode(layout, buffer, start, values)
 
 
-def _decode(layout: Layout, buffer: Any, start: int) -> Any:
-    if layout.build is not None:
-        return layout.build(buffer, start)
-    if not layout.simple:
-        return pickle.loads(layout.skeleton, buffers=_places(layout.spans, buffer, start))
-    batch = pickle.loads(
-        layout.skeleton, buffers=[(buffer, start + span[1], span[2], 0, None) for span in layout.spans]
-    )
-    layout.uses += 1
-    if layout.uses == 2 and layout.plain:  # a layout that comes again is worth a builder, if it can have one
-        layout.build = builder(batch, layout.spans)
-    return batch
+def _decode(layout: Layout, buffer: Any, start: int, values: bytes) -> Any:
+    if not layout.plain:
+        return pickle.loads(layout.skeleton, buffers=_places(layout, buffer, start))
+    if layout.build is None:
+        layout.build = builder(layout.skeleton, layout.spans)
+    return layout.build(buffer, start, pickle.loads(values) if values else _NO_VALUES)
 
 
-def _places(spans: tuple[Span, ...], buffer: Any, start: int) -> Iterator[Any]:
+def _places(layout: Layout, buffer: Any, start: int) -> Iterable[Any]:
+    if layout.simple:
+        return [(buffer, start + span[1], span[2], 0, None) for span in layout.spans]
+    return _shared_places(layout.spans, buffer, start)
+
+
+def _shared_places(spans: tuple[Span, ...], buffer: Any, start: int) -> Iterator[Any]:
     storages: dict[int, torch.UntypedStorage] = {}
     for kind, offset, nbytes, inner in spans:
         if kind == RAW:

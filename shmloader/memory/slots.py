@@ -20,9 +20,11 @@ from shmloader.workers.protocol import SLOT_TABLE, SlotEvent, SlotState
 OUTLIER_SPACING = 8
 
 #: Slots in these states take part in the circulation: they are free or will be before the consumer lets anything go.
-_CIRCULATING = (SlotState.FREE, SlotState.FILLING, SlotState.READY)
+_CIRCULATING = frozenset({SlotState.FREE, SlotState.FILLING, SlotState.READY})
 #: Slots in these states are out of circulation through no fault of the consumer; ``slots=`` does not count them.
-_SIDELINED = (SlotState.EXPOSED, SlotState.KEPT, SlotState.QUARANTINED, SlotState.RETIRED)
+_SIDELINED = frozenset({SlotState.EXPOSED, SlotState.KEPT, SlotState.QUARANTINED, SlotState.RETIRED})
+#: A member of an enum takes longer to look up than most steps take.
+_FREE, _DISSOLVED = SlotState.FREE, SlotState.DISSOLVED
 
 
 @dataclass(slots=True, eq=False)
@@ -63,17 +65,13 @@ class Ledger:
         self._largest_bytes = 0
         self._peak_slots = 0
         self.typical_bytes = 0
-        self.bytes_by_state = dict.fromkeys(SlotState, 0)
+        #: Bytes in slots of any state.
+        self.carved_bytes = 0
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(tuple(self._slots.values()))
-
-    @property
-    def carved_bytes(self) -> int:
-        """Bytes in slots of any state."""
-        return sum(self.bytes_by_state.values())
 
     def count(self, *states: SlotState) -> int:
         """Number of slots in any of ``states``."""
@@ -81,8 +79,11 @@ class Ledger:
 
     def summary(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of the slots in each state that has any."""
-        states = [state for state in SlotState if self.bytes_by_state[state]]
-        return {state.name: (self.count(state), self.bytes_by_state[state]) for state in states}
+        found: dict[str, tuple[int, int]] = {}
+        for slot in self:
+            number, nbytes = found.get(slot.state.name, (0, 0))
+            found[slot.state.name] = number + 1, nbytes + slot.capacity
+        return found
 
     def at(self, offset: int) -> Slot:
         """The slot that begins at ``offset``.
@@ -104,8 +105,7 @@ class Ledger:
 
     def circulates_without(self, slot: Slot) -> bool:
         """Whether, with ``slot`` leased for good, some other slot still comes free without the consumer's help."""
-        inside = self.bytes_by_state
-        if sum(inside[state] for state in _CIRCULATING) > slot.capacity:
+        if self._free or any(other is not slot and other.state in _CIRCULATING for other in self):
             return True
         return self._room_for(size_class(self.typical_bytes))
 
@@ -135,8 +135,10 @@ class Ledger:
         if after is None:
             raise ProtocolError(f"slot at {slot.offset}: no step {event.name} from {before.name}")
         slot.state = after
-        if after is not before:
-            self._account(slot, before, after)
+        if before is _FREE:
+            self._taken(slot, after)
+        elif after is _FREE:
+            self._freed(slot, before)
 
     def release(self, slot: Slot) -> None:
         """Nothing in this process reads the slot any more; it is free unless a forked child may still read it."""
@@ -204,24 +206,23 @@ class Ledger:
 
     # -- ranges ------------------------------------------------------------------------------------------------
 
-    def _account(self, slot: Slot, before: SlotState, after: SlotState) -> None:
-        if before is SlotState.FREE:
-            del self._free[slot.offset]
-        self.bytes_by_state[before] -= slot.capacity
-        if after is SlotState.DISSOLVED:
+    def _taken(self, slot: Slot, after: SlotState) -> None:
+        del self._free[slot.offset]
+        if after is _DISSOLVED:
             del self._slots[slot.offset]
+            self.carved_bytes -= slot.capacity
             self._punch(slot.offset, slot.capacity)
             self._join_gap(slot.offset, slot.capacity)
-            return
-        self.bytes_by_state[after] += slot.capacity
-        if after is SlotState.FREE:
+
+    def _freed(self, slot: Slot, before: SlotState) -> None:
+        if slot.exposed_to:
             # A fork in another thread may have marked it while it was being released, when nobody could read it.
             slot.exposed_to.clear()
-            self._free[slot.offset] = slot
-            # One that was sidelined may have been made good meanwhile.
-            surplus = before in _SIDELINED and self._most_slots is not None and self._circulating() > self._most_slots
-            if surplus or slot.capacity != self.typical_bytes:
-                self.apply(slot, SlotEvent.RECARVE)
+        self._free[slot.offset] = slot
+        # One that was sidelined may have been made good meanwhile.
+        surplus = before in _SIDELINED and self._most_slots is not None and self._circulating() > self._most_slots
+        if surplus or slot.capacity != self.typical_bytes:
+            self.apply(slot, SlotEvent.RECARVE)
 
     def _take_free(self, nbytes: int) -> Slot | None:
         # The last one freed comes first: its pages are the likeliest to be in a cache.
@@ -255,7 +256,7 @@ class Ledger:
                 raise
             return None
         slot = self._slots[offset] = Slot(offset, capacity)
-        self.bytes_by_state[SlotState.FREE] += capacity
+        self.carved_bytes += capacity
         self._free[offset] = slot
         return slot
 

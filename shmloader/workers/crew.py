@@ -64,7 +64,7 @@ class Worker:
 
     def send(
         self,
-        tag: Tag,
+        tag: int,
         flags: int = Flag.NONE,
         *,
         epoch: int = 0,
@@ -210,7 +210,7 @@ class Crew:
             self._by_fd.pop(fd, None)
 
     def read(self, ready: list[tuple[int, int]]) -> list[Heard]:
-        """What the workers have said, and which have ended though nobody told them to.
+        """The next that each of these has said, and which have ended though nobody told them to.
 
         An end comes after everything that the worker had said: its exit is confirmed and its channel was read until
         it would block.
@@ -225,9 +225,10 @@ class Crew:
             if events & select.POLLOUT:
                 with contextlib.suppress(EOFError):
                     worker.channel.flush()
-            heard.extend(self.drain(worker))
+            message = self._receive(worker)
+            if message is not None:
+                heard.append((worker, message))
         for worker in ended:
-            # What it said last may have arrived after its channel was read above.
             heard.extend(self.drain(worker))
             expected = worker.state is WorkerState.STOPPING
             self._bury(worker)
@@ -237,18 +238,21 @@ class Crew:
 
     def drain(self, worker: Worker) -> Iterator[Heard]:
         """What ``worker`` has said, without waiting."""
+        while (message := self._receive(worker)) is not None:
+            yield worker, message
+
+    def _receive(self, worker: Worker) -> Message | None:
+        """The next message but Hello, which concerns only the crew; None if there is none now."""
         channel = worker.channel
-        if channel.fileno() < 0:
-            return
         try:
-            while (message := channel.receive()) is not None:
-                if message.tag == Tag.HELLO:
-                    worker.apply(WorkerEvent.HELLO)
-                else:
-                    yield worker, message
+            while channel.fileno() >= 0 and (message := channel.receive()) is not None:
+                if message.tag != Tag.HELLO:
+                    return message
+                worker.apply(WorkerEvent.HELLO)
         except EOFError:
             # The process is ending; only its pidfd says when it has, and until then this end would always be ready.
             self._close_channel(worker)
+        return None
 
     # -- ending ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import time
 from collections import deque
 
 from shmloader.workers.channel import Channel
@@ -29,39 +30,62 @@ class Inbox:
         self.channel = channel
         self._watch = watch
         self._aside: deque[Message] = deque()
+        self._clogged = False
         self._poller = select.poll()
+        self._poller.register(channel.fileno(), select.POLLIN)
         if watch >= 0:
             self._poller.register(watch, select.POLLIN)
+        self._begun = time.perf_counter()
+        self._idle_s = self._held_up_s = 0.0
+
+    @property
+    def spent(self) -> tuple[float, float, float]:
+        """Seconds since the beginning: at work, waiting in :meth:`take`, waiting in :meth:`take_grant`."""
+        waited = self._idle_s + self._held_up_s
+        return time.perf_counter() - self._begun - waited, self._idle_s, self._held_up_s
 
     def take(self) -> Message:
         """The next message; waits for it."""
-        while True:
-            self._read()
-            if self._aside:
-                return self._aside.popleft()
-            self._wait()
+        if not self._aside:
+            self._idle_s += self._wait()
+        # Not the first at once: a Stop goes before everything that is still to be done.
+        while self._listen(0):
+            pass
+        return self._aside.popleft() if self._aside else self.take()
 
     def take_grant(self) -> Message:
         """The answer to NEED_SPACE; whatever else arrives meanwhile is set aside in order."""
         while True:
-            self._read()
             for message in self._aside:
                 if message.tag == Tag.GRANT:
                     self._aside.remove(message)
                     return message
-            self._wait()
+            self._held_up_s += self._wait()
 
-    def _read(self) -> None:
+    def _wait(self) -> float:
+        """Wait until something has come and read it; returns how many seconds that took."""
+        started = time.perf_counter()
+        self._listen(None)
+        return time.perf_counter() - started
+
+    def _listen(self, timeout_ms: int | None) -> bool:
+        """Read a message, if one has come; returns whether there was anything to do."""
+        channel = self.channel
+        if channel.backlog or self._clogged:
+            self._clogged = channel.backlog
+            self._poller.register(channel.fileno(), select.POLLIN | (select.POLLOUT if self._clogged else 0))
+        ready = self._poller.poll(timeout_ms)
+        if not ready:
+            return False
+        if any(fd == self._watch for fd, _ in ready):
+            raise Orphaned
         try:
-            self.channel.flush()
-            while (message := self.channel.receive()) is not None:
-                if message.tag == Tag.STOP:
-                    raise Stopped
-                self._aside.append(message)
+            channel.flush()
+            message = channel.receive()
         except EOFError:
             raise Orphaned from None
-
-    def _wait(self) -> None:
-        self._poller.register(self.channel.fileno(), select.POLLIN | (select.POLLOUT if self.channel.backlog else 0))
-        if any(fd == self._watch for fd, _ in self._poller.poll()):
-            raise Orphaned
+        if message is not None:
+            if message.tag == Tag.STOP:
+                raise Stopped
+            self._aside.append(message)
+        return True

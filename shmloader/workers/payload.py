@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import context, reduction
 from typing import Any
 
-from shmloader.memory.codec import Encoded, encode, join, pieces
+from shmloader.memory.codec import Encoded, dismantle, join, pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Payload:
         context.set_spawning_popen(inherited)  # type: ignore[arg-type]
         self._file, self._fds = -1, inherited.fds
         try:
-            encoded = encode(job, keep_shared=True)
+            encoded = dismantle(job, keep_shared=True)
             context.set_spawning_popen(None)
             self._file, self._nbytes = _write(encoded)
         except BaseException:

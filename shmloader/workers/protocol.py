@@ -24,7 +24,7 @@ This module imports nothing of shmloader, because the ledger (memory) and the cr
 from __future__ import annotations
 
 import struct
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import NamedTuple
 
 
@@ -140,8 +140,8 @@ WORKER_TABLE: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
 }
 
 
-class Tag(IntEnum):
-    """The first byte of every packet."""
+class Tag:
+    """The first byte of every packet. Plain ints: every batch looks up a dozen, and an enum's members take long."""
 
     FILL = 1  # main: make `batch` in [offset, offset + size); size 0: no range yet; body: the indices
     GRANT = 2  # main: the answer to NEED_SPACE; flags say RANGE, NOTHING or DROP
@@ -156,8 +156,8 @@ class Tag(IntEnum):
     FRAGMENT = 11  # both: the next piece of a body too long for one packet
 
 
-class Flag(IntEnum):
-    """Bits of the second byte of every packet. Not an IntFlag, whose operators run in Python."""
+class Flag:
+    """Bits of the second byte of every packet."""
 
     NONE = 0
     KEPT = 1  # FILLED, FAILED: the worker still refers to the range of its Fill
@@ -169,8 +169,10 @@ class Flag(IntEnum):
     DROP = 64  # GRANT: nobody waits for this batch any more
 
 
-#: tag, flags, layout, epoch, batch, offset, size: the fixed head of every packet but FRAGMENT.
-HEAD = struct.Struct("<BBHIQQQ")
+#: tag, flags, layout, epoch, batch, offset, size, worked, idle, held up: the fixed head of every packet but FRAGMENT.
+HEAD = struct.Struct("<BBHIQQQddd")
+#: The last three of a message that tells nothing of them.
+NO_TIME = (0.0, 0.0, 0.0)
 #: The number that stands for "the layout is in the body".
 NO_LAYOUT = 0xFFFF
 #: One packet may hold about 200 KiB (net.core.wmem_default); kept far below it, so that several fit in the buffer.
@@ -187,5 +189,9 @@ class Message(NamedTuple):
     batch: int = 0
     offset: int = 0
     size: int = 0
+    #: What the worker has spent its time with so far, in seconds: with batches, waiting for work, waiting for space.
+    worked_s: float = 0.0
+    idle_s: float = 0.0
+    held_up_s: float = 0.0
     body: bytes = b""
     fd: int = -1
