@@ -210,6 +210,7 @@ class Pump:
         del self._owed[key]
         self._slotless.discard(task)
         task.worker.owes -= 1
+        task.worker.spent = message[7:10]
         if tag == Tag.FILLED:
             self._note_filled(task, message)
         else:

@@ -25,7 +25,7 @@ from shmloader.memory.segment import Segment
 from shmloader.workers import worker as body
 from shmloader.workers.channel import Channel, pair
 from shmloader.workers.payload import FdParcel, Job, Payload
-from shmloader.workers.protocol import NO_LAYOUT, WORKER_TABLE, Flag, Message, Tag, WorkerEvent, WorkerState
+from shmloader.workers.protocol import NO_LAYOUT, NO_TIME, WORKER_TABLE, Flag, Message, Tag, WorkerEvent, WorkerState
 
 #: How long workers may take to end by themselves, all together: they finish the sample that they are at.
 ASK_S = 2.0
@@ -46,6 +46,8 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     #: Batches that it was given and has not answered.
     owes: int = 0
+    #: What it has spent its time with by its last message, and how long its last batch took.
+    spent: tuple[float, float, float] = NO_TIME
     #: Whether the poll object also waits for room in the channel.
     clogged: bool = False
     #: Layouts by number, as this process announced them: the numbers live as long as it does.
