@@ -215,8 +215,10 @@ def test_an_index_that_cannot_be_printed_does_not_hide_the_error() -> None:
 
 
 def test_an_outline_is_linear_in_its_tensors() -> None:
-    few, many = (Outline([torch.zeros(1) for _ in range(count)]).key for count in (10, 5000))
-    assert (len(few), len(many)) == (11, 5001)
+    few, many = (Outline.of([torch.zeros(1) for _ in range(count)]) for count in (10, 5000))
+    assert few is not None
+    assert many is not None
+    assert (len(few.key), len(many.key)) == (12, 5002)
 
 
 def test_warnings_that_are_errors_lose_no_batch() -> None:

@@ -8,7 +8,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.memory.codec import ALIGN_BYTES, encode, join, need, pack, pieces, place, unpack
+from shmloader.memory.codec import (
+    ALIGN_BYTES,
+    MOST_VALUE_BYTES,
+    dismantle,
+    encode,
+    join,
+    need,
+    pack,
+    pieces,
+    place,
+    unpack,
+)
 from shmloader.memory.layout import MOST_LAYOUTS, Interner, Layout
 from shmloader.memory.locate import locate
 from shmloader.memory.rebuild import decode
@@ -47,6 +58,7 @@ class Slot:
         self.address = address_of(self.map)
         self.nbytes = nbytes
         self.layout: Layout | None = None
+        self.values = b""
 
     def carry(self, batch: Any) -> Any:
         """What arrives when ``batch`` is sent through this slot: the layout crosses as bytes, as in a message."""
@@ -54,7 +66,13 @@ class Slot:
         offsets = place(encoded, self.address, self.nbytes)
         assert offsets is not None
         self.layout = Layout.from_bytes(encoded.layout(offsets).to_bytes())
-        return decode(self.layout, (ctypes.c_char * self.nbytes).from_buffer(self.map))
+        self.values = encoded.values
+        return self.again()
+
+    def again(self) -> Any:
+        """Another batch on the same bytes."""
+        assert self.layout is not None
+        return decode(self.layout, (ctypes.c_char * self.nbytes).from_buffer(self.map), 0, self.values)
 
 
 @pytest.fixture
@@ -108,13 +126,13 @@ def test_batches_that_look_alike_arrive_as_they_were_sent_whatever_is_remembered
         assert offsets is not None
         layout = known.setdefault(encoded.key(offsets), encoded.layout(offsets))
         assert layout.to_bytes() == encoded.layout(offsets).to_bytes()
-        assert_same(decode(layout, slot.map), batch)
+        assert_same(decode(layout, slot.map, 0, encoded.values), batch)
 
 
 @settings(max_examples=40)
 @given(st.lists(tensors, max_size=6))
 def test_pieces_join_again_on_the_buffer_itself(batch: list[torch.Tensor]) -> None:
-    run = bytearray(b"".join(pieces(encode(batch))) + b"what lies behind is ignored")
+    run = bytearray(b"".join(pieces(dismantle(batch))) + b"what lies behind is ignored")
     arrived = join(run)
     assert_same(arrived, batch)
     for tensor in arrived:
@@ -401,7 +419,7 @@ def test_a_batch_without_any_bytes_needs_no_memory(slot: Slot, batch: Any) -> No
     slot.carry(batch)
     assert slot.layout is not None
     assert slot.layout.extent == 0
-    assert repr(decode(slot.layout, None)) == repr(batch)
+    assert repr(decode(slot.layout, None, 0, slot.values)) == repr(batch)
 
 
 def test_an_array_in_foreign_byte_order_arrives_in_native_order_as_through_torchs_loader(slot: Slot) -> None:
@@ -518,14 +536,49 @@ def test_the_table_is_bounded_and_a_number_that_is_used_again_is_announced() -> 
 
 def test_a_thousand_file_names_neither_get_numbers_nor_push_out_the_layouts_that_repeat() -> None:
     known = Known()
-    fixed = [layout_of([torch.zeros(n), "label"]) for n in (3, 5)]
+    fixed = [layout_of([np.zeros(n), "label"]) for n in (3, 5)]
     for layout in fixed * 2:
         known.hear(layout)
     for n in range(1000):
-        assert known.hear(layout_of([torch.zeros(3), f"photo-{n}.jpg"])) is None
+        assert known.hear(layout_of([np.zeros(3), f"photo-{n}.jpg"])) is None
         assert [known.hear(layout) for layout in fixed] == [0, 1]
     assert set(known.layouts) == {0, 1}
     assert len(known.interner._seen) <= 4 * MOST_LAYOUTS
+
+
+def test_the_values_of_a_plain_nest_are_no_part_of_its_layout(slot: Slot) -> None:
+    def batch(n: int) -> Any:
+        return [torch.zeros(3), f"photo-{n}.jpg", {"size": n, "names": ["a"] * n, "at": Point(n / 2, None)}, (True, n)]
+
+    assert len({layout_of(batch(n)) for n in range(20)}) == 1
+    for n in range(3):
+        assert_same(slot.carry(batch(n)), batch(n))
+    assert encode(batch(1)).plain
+
+
+def test_values_that_are_too_long_for_a_message_travel_with_the_pickle(slot: Slot) -> None:
+    batch = [torch.ones(2), "x" * MOST_VALUE_BYTES]
+    assert not encode(batch).plain
+    assert_same(slot.carry(batch), batch)
+
+
+class Stamped(NamedTuple):
+    """A namedtuple that decides for itself how it is pickled."""
+
+    stamp: str
+
+    def __reduce__(self) -> Any:
+        return Stamped, ("pickled",)
+
+
+def test_a_namedtuple_with_a_reduction_of_its_own_is_pickled(slot: Slot) -> None:
+    assert slot.carry([torch.ones(1), Stamped("made")])[1] == Stamped("pickled")
+
+
+def test_a_list_at_two_places_is_one_list_at_the_other_side(slot: Slot) -> None:
+    names = ["a", "b"]
+    once, twice = slot.carry([torch.ones(1), names, {"again": names}])[1:]
+    assert once is twice["again"]
 
 
 def test_a_layout_survives_as_bytes() -> None:
@@ -538,8 +591,7 @@ def test_a_layout_survives_as_bytes() -> None:
 
 def test_each_batch_of_a_known_layout_gets_containers_of_its_own(slot: Slot) -> None:
     slot.carry({"a": [torch.zeros(1)], "b": {}})
-    assert slot.layout is not None
-    first, second = (decode(slot.layout, slot.map) for _ in range(2))
+    first, second = slot.again(), slot.again()
     first["a"].append(1)
     first["b"]["new"] = 2
     assert len(second["a"]) == 1

@@ -58,9 +58,11 @@ def file_with(content: bytes) -> int:
 
 def test_every_field_arrives_as_it_was_sent(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
-    here.send(Tag.GRANT, Flag.KEPT | Flag.DEFINE, 513, 2**32 - 1, 2**64 - 1, 2**63, 2**40, b"body")
+    here.send(
+        Tag.GRANT, Flag.KEPT | Flag.DEFINE, 513, 2**32 - 1, 2**64 - 1, 2**63, 2**40, b"body", -1, (1.5, 0.25, 1e9)
+    )
     assert there.receive() == Message(
-        Tag.GRANT, Flag.KEPT | Flag.DEFINE, 513, 2**32 - 1, 2**64 - 1, 2**63, 2**40, b"body", -1
+        Tag.GRANT, Flag.KEPT | Flag.DEFINE, 513, 2**32 - 1, 2**64 - 1, 2**63, 2**40, 1.5, 0.25, 1e9, b"body", -1
     )
 
 
@@ -73,7 +75,7 @@ def test_a_body_of_any_length_arrives_whole(ends: tuple[Channel, Channel], nbyte
     body = os.urandom(nbytes)
     send(ends[0], 7, body)
     (message,) = exchange(*ends)
-    assert message == Message(Tag.FILLED, Flag.NONE, NO_LAYOUT, 0, 7, 0, 0, body, -1)
+    assert message == Message(Tag.FILLED, Flag.NONE, NO_LAYOUT, batch=7, body=body)
 
 
 @given(st.lists(st.integers(0, 5 * INLINE_BYTES) | st.integers(0, 64), max_size=30))

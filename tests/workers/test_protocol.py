@@ -96,18 +96,20 @@ def test_the_drawing_shows_every_state_and_event(word: str) -> None:
 
 
 def test_every_packet_begins_with_a_tag_and_holds_every_field() -> None:
-    fields = (Tag.FILLED, Flag.KEPT | Flag.DROP, NO_LAYOUT, 2**32 - 1, 2**64 - 1, 2**63, 2**62)
+    fields = (Tag.FILLED, Flag.KEPT | Flag.DROP, NO_LAYOUT, 2**32 - 1, 2**64 - 1, 2**63, 2**62, 1.5, 0.25, 1e9)
     packet = HEAD.pack(*fields)
     assert packet[0] == Tag.FILLED
     assert HEAD.unpack(packet) == fields
-    assert HEAD.size == 32
+    assert HEAD.size == 56
 
 
 def test_tags_and_flags_fit_into_their_byte_and_are_distinct() -> None:
-    assert len({tag.value for tag in Tag}) == len(Tag)
-    assert max(Tag) < 256
-    assert sum(Flag) < 256
-    assert sum(Flag) == sum({flag.value for flag in Flag})
+    tags, flags = ([value for name, value in vars(kind).items() if name.isupper()] for kind in (Tag, Flag))
+    assert len(tags) == len(set(tags)) == 11
+    assert max(tags) < 256
+    assert sum(flags) < 256
+    assert all(flag & (flag - 1) == 0 for flag in flags)
+    assert len(flags) == len(set(flags)) == 8
 
 
 def test_several_packets_fit_into_the_smallest_default_socket_buffer() -> None:

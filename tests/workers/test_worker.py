@@ -66,9 +66,12 @@ class Script:
         """The next scripted grant."""
         return self._grants.popleft()
 
+    spent = (3.0, 2.0, 1.0)
+
     def send(self, *fields: Any) -> None:
         """Note what the worker says."""
-        self.sent.append(Message(*fields))
+        *head, body, fd, spent = fields
+        self.sent.append(Message(*head, *spent, body, fd))
 
 
 def job(dataset: Any, collate_fn: Callable[[Any], Any] = default_collate, **options: Any) -> Job:
@@ -100,30 +103,34 @@ class Run:
         hello, *self.said = script.sent
         assert hello.tag == Tag.HELLO
         self.known: dict[int, Layout] = {}
+        self.values = b""
 
     def batch(self, message: Message, offset: int = RANGE[0]) -> Any:
         """The batch of a Filled, read from the range at ``offset``."""
         assert message.tag == Tag.FILLED, self.error(message)
-        return decode(self.layout(message, self.segment.map[offset:]), bytearray(self.segment.map[offset:]))
+        layout = self.layout(message, self.segment.map[offset:])
+        return decode(layout, bytearray(self.segment.map[offset:]), 0, self.values)
 
     def layout(self, message: Message, memory: bytes) -> Layout:
         """What the main process makes of a Filled."""
         if message.layout in self.known and not message.flags & Flag.DEFINE:
+            self.values = message.body
             return self.known[message.layout]
         layout = Layout.from_bytes(message.body)
+        self.values = message.body[layout.head_bytes :]
         if message.flags & Flag.DEFINE:
             self.known[message.layout] = layout
         if message.flags & Flag.IN_RANGE:
-            layout = Layout(memory[message.offset : message.offset + message.size], layout.spans)
+            layout = Layout(memory[message.offset : message.offset + message.size], layout.spans, layout.plain)
         return layout
 
     def error(self, message: Message) -> BaseException | None:
         """The error of a Failed."""
         return unpack_failure(message.body) if message.tag == Tag.FAILED and message.body else None
 
-    def tags(self) -> list[Tag]:
+    def tags(self) -> list[int]:
         """What it said, in short."""
-        return [Tag(message.tag) for message in self.said]
+        return [message.tag for message in self.said]
 
 
 # -- batches ------------------------------------------------------------------------------------------------------
@@ -392,13 +399,13 @@ def test_hello_comes_after_the_init_function_and_before_the_first_answer() -> No
     send = script.send
 
     def noted(*fields: Any) -> None:
-        order.append(Tag(fields[0]).name)
+        order.append("hello" if fields[0] == Tag.HELLO else "other")
         send(*fields)
 
     script.send = noted  # type: ignore[method-assign]
     segment = Segment(MIB, lambda: 1 << 40)
     serve(0, job(Numbers(), worker_init_fn=lambda _: order.append("init")), script, segment)  # type: ignore[arg-type]
-    assert order == ["init", "HELLO", "fill"]
+    assert order == ["init", "hello", "fill"]
 
 
 # -- the inbox ----------------------------------------------------------------------------------------------------
