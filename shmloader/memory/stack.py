@@ -189,7 +189,7 @@ class Columns:
 
     def _note_tensors(self, column: Sequence[Any], first: torch.Tensor) -> Any:
         plain = first.layout is torch.strided and first.is_cpu and not first.is_nested and not first.is_quantized
-        if not plain or set(map(type, column)) != {torch.Tensor}:
+        if not plain or first.is_neg() or first.is_conj() or set(map(type, column)) != {torch.Tensor}:
             raise NotPlainError
         # Into a tensor of the first sample's dtype, as torch does in a worker: that decides what mixed dtypes become.
         return self._note(_write_tensors, column, CODES[first.dtype], (len(column), *first.shape))
