@@ -11,9 +11,10 @@ from shmloader.errors import (
     UnpicklableBatchError,
     WorkerDiedError,
 )
-from shmloader.loader import DataLoader
+from shmloader.loader import DataLoader, loaders
 from shmloader.paired import PairedDataset
-from shmloader.stats import LoaderStats
+from shmloader.stats import LoaderStats, Memory
+from shmloader.verdict import Verdict
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "DataLoader",
     "IteratorBrokenError",
     "LoaderStats",
+    "Memory",
     "PairedDataset",
     "PlatformWarning",
     "PoolMemoryError",
@@ -29,5 +31,7 @@ __all__ = [
     "ProtocolError",
     "SeedingWarning",
     "UnpicklableBatchError",
+    "Verdict",
     "WorkerDiedError",
+    "loaders",
 ]

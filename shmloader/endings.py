@@ -40,6 +40,11 @@ def enter() -> bool:
     return outermost
 
 
+def pumping() -> bool:
+    """Whether a pump runs in this thread."""
+    return getattr(_pumping, "busy", False)
+
+
 def leave(outermost: bool) -> None:
     """The pump is through; what was posted meanwhile ends now."""
     if outermost:

@@ -1,27 +1,50 @@
-"""``num_workers=0``: torch's own iterator, which counts, and under ``seeding="batch"`` seeds every fetch."""
+"""``num_workers=0``: torch's own iterator, which counts, uses memory again, and seeds fetches if it is told to."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from shmloader.counts import Counts
 from shmloader.iterator import Terms
-from shmloader.stats import Counts
+from shmloader.memory.recycled import Recycler
+from shmloader.memory.stack import stack_in_process
 from shmloader.workers import seeding
+
+#: Smaller batches are left to torch: glibc's allocator keeps their memory warm itself (it gives back to the system only
+#: what is larger than 32 MiB), and at 1.6 MB torch's code was measured to be faster, at 19 MB as fast, at 38 MB at a
+#: fifth of the speed (benchmarks/transport.py, cases M, U8 and L).
+LEAST_RECYCLED_BYTES = 4 << 20
 
 
 class InProcessIter(_SingleProcessDataLoaderIter):
-    """``num_workers=0``: torch's iterator, which counts, and under ``seeding="batch"`` seeds every fetch."""
+    """``num_workers=0``: torch's iterator, whose large batches lie in leased memory.
 
-    def __init__(self, loader: Any, terms: Terms) -> None:
+    Under ``seeding="batch"`` every fetch is seeded, and leaves the process's generators as they were.
+    """
+
+    def __init__(self, loader: Any, terms: Terms, recycler: Recycler) -> None:
         super().__init__(loader)
         self._seed_batches = terms.seed_batches
         self._fetched = 0
-        self._counts = terms.record.counts = Counts()
-        terms.record.workers, terms.record.slots = 0, dict
+        self._counts, self._recycler = Counts(), recycler
+        terms.record.begin(self._counts)
+        terms.record.workers, terms.record.slots, terms.record.pids = 0, recycler.summary, list
+        if self._collate_fn is default_collate:
+            self._dataset_fetcher.collate_fn = self._collate
+
+    def _collate(self, samples: Any) -> Any:
+        return stack_in_process(samples, self._recycler.lend, LEAST_RECYCLED_BYTES)
+
+    def __next__(self) -> Any:
+        self._counts.enter()
+        data = super().__next__()
+        self._counts.leave()
+        return data
 
     def _next_data(self) -> Any:
         started = time.perf_counter()

@@ -94,7 +94,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         terms = self._terms
         self._pool = terms.lender.lend()
         self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, self._pool.segment)
-        self._pump = Pump(self._crew, self._pool, terms.limit_bytes, terms.available, terms.copy)
+        self._pump = Pump(self._crew, self._pool, terms.limit_bytes, terms.available, terms.copy, terms.record)
         self._shutdown = self._ended = False
         endings.register(self)
         self._crew.start(self._job(loader))
@@ -146,19 +146,24 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             self._try_put_index()
 
     def _note_record(self) -> None:
-        record, ledger = self._terms.record, weakref.ref(self._pool.ledger)
-        record.counts, record.workers = self._pump.counts, self._num_workers
+        record, ledger, crew = self._terms.record, weakref.ref(self._pool.ledger), weakref.ref(self._crew)
+        self._counts = self._pump.counts
+        record.begin(self._counts)
+        record.workers = self._num_workers
         record.slots = lambda: found.summary() if (found := ledger()) is not None else {}
+        record.pids = lambda: found.pids() if (found := crew()) is not None else []
 
     def __next__(self) -> Any:
         # torch's own counts against the length that the data set gave, and opens a range for the profiler, which
         # takes longer than fetching a small batch even when there is none.
         self._handing = True
+        self._counts.enter()
         if self._length_called or _profiler_enabled():
             data = super().__next__()
         else:
             data = self._next_data()
             self._num_yielded += 1
+        self._counts.leave()
         # From here to the return nothing is called, so no signal handler can come in between and lose the batch;
         # until here it is withheld, and an exception leaves it to the next call.
         self._handing, self._withheld = False, None
@@ -256,6 +261,28 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             data, error = None, raised  # the batch's own classes may raise anything
         return _Outcome(data, error)
 
+    def poke(self) -> int:
+        """Note what has been said, and grant what can be granted, without waiting.
+
+        Returns:
+            How many batches are ready.
+        """
+        if self._shutdown or self._unsettled or self._fatal or self._pid != os.getpid() or endings.pumping():
+            return 0
+        outermost = endings.enter()
+        try:
+            self._unsettled = True
+            self._pool.reclaim()
+            self._serve_needs()
+            while self._hear_once(time.monotonic()):
+                self._serve_needs()
+            self._settle()
+        except WorkerDiedError:
+            pass  # the next next() says so
+        finally:
+            endings.leave(outermost)
+        return sum(task.answered for task in self._pump.tasks.values())
+
     # -- out ---------------------------------------------------------------------------------------------------
 
     def _try_put_index(self, amid: bool = False) -> None:
@@ -291,7 +318,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
                     self._settle()
                     raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         finally:
-            self._pump.counts.wait_s += time.perf_counter() - started
+            self._counts.wait_s += time.perf_counter() - started
 
     def _hear_once(self, deadline: float | None) -> bool:
         # Nothing is under way while it waits, so this is where a Ctrl-C does no harm.

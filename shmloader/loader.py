@@ -18,6 +18,7 @@ from shmloader.iterator import ShmIter, Terms
 from shmloader.memory import segment
 from shmloader.memory.budget import check_slots, default_budget, parse_memory_limit
 from shmloader.memory.pool import Lender
+from shmloader.memory.recycled import Recycler
 from shmloader.stats import LoaderStats, Record
 from shmloader.tuning import machine
 from shmloader.tuning.auto import AutoWorkers, check_max_workers, choose_workers
@@ -118,6 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.seeding = seeding
         self.max_workers = max_workers
         self.copy = copy
+        _home(self)  # known to loaders() from now on
 
     # -- iterating ---------------------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if terms.seed_batches:
             _warn_of_generators(self.dataset)
         if self.num_workers == 0:
-            return InProcessIter(self, terms)
+            return InProcessIter(self, terms, _home(self).recycler)
         self.check_worker_number_rationality()
         iterator = ShmIter(self, terms)
         _home(self).iterators.add(iterator)
@@ -147,9 +149,26 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     # -- reading and closing -----------------------------------------------------------------------------------
 
-    def stats(self) -> LoaderStats:
-        """A frozen read-out of the current epoch, or of the last one. Callable from any thread."""
-        return _home(self).record.snapshot()
+    def stats(self, *, lifetime: bool = False) -> LoaderStats:
+        """A frozen read-out. Callable from any thread; takes about a millisecond for each worker.
+
+        Args:
+            lifetime: of all epochs of this loader so far, instead of the current or last one. Slots and memory are
+                those of this moment either way.
+        """
+        return _home(self).record.snapshot(lifetime)
+
+    def poke(self) -> int:
+        """Take in what the workers have said, and give them the space that they ask for, without waiting.
+
+        For loops with very long steps, where it keeps workers from waiting for slots until the next ``next()``; call
+        it from the thread that iterates. Errors, and the end of a worker, are left to the next ``next()``.
+
+        Returns:
+            How many batches are ready to be delivered at once (0 without workers).
+        """
+        home = _homes.get(id(self))
+        return sum(iterator.poke() for iterator in tuple(home.iterators)) if home is not None else 0
 
     def close(self) -> None:
         """End all workers and give the pool back, but for what held batches lie in: they stay valid.
@@ -216,7 +235,8 @@ class _Home:
     """
 
     def __init__(self) -> None:
-        self.record = Record()
+        self.record = Record(cores=machine.usable_cores, private_bytes=machine.private_bytes)
+        self.recycler = Recycler()
         self.iterators: weakref.WeakSet[ShmIter] = weakref.WeakSet()
         self._lender: Lender | None = None
         self._options: tuple[Any, ...] = ()
@@ -248,7 +268,7 @@ class _Home:
         for iterator in tuple(self.iterators):
             iterator._shutdown_workers()
         self.retire()
-        self._lender = None
+        self._lender, self.recycler = None, Recycler()
 
     def retire(self) -> None:
         """The loader is gone: iterators that live on keep what they have, what is idle goes."""
@@ -272,6 +292,15 @@ def _home(loader: DataLoader[Any]) -> _Home:
         home = _homes[key] = _Home()
         _watches[key] = weakref.ref(loader, lambda _: _forget(key))
     return home
+
+
+def loaders() -> tuple[DataLoader[Any], ...]:
+    """The live loaders of this process, in the order in which they were made; held weakly.
+
+    For code inside frameworks, which make loaders of their own or wrap the ones that they are given: whoever runs in
+    the same process can still read ``stats()`` or call ``close()``. Callable from any thread.
+    """
+    return tuple(loader for watch in tuple(_watches.values()) if (loader := watch()) is not None)
 
 
 def _forget(key: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shmloader.counts import Counts
 from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning, ProtocolError
 from shmloader.memory import codec
 from shmloader.memory.budget import size_class
@@ -23,7 +24,7 @@ from shmloader.memory.pool import Pool, private_buffer
 from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import MARGIN_BYTES
 from shmloader.memory.slots import Slot
-from shmloader.stats import Counts
+from shmloader.stats import Record
 from shmloader.workers.crew import Crew, Worker
 from shmloader.workers.failure import unpack_failure
 from shmloader.workers.protocol import NO_LAYOUT, Flag, Message, SlotEvent, Tag
@@ -85,10 +86,17 @@ class Pump:
             batch may be larger than all of it.
         available: returns how many bytes the machine has left.
         copy: deliver private copies only.
+        record: where to count.
     """
 
     def __init__(
-        self, crew: Crew, pool: Pool, limit_bytes: int | None, available: Callable[[], int], copy: bool
+        self,
+        crew: Crew,
+        pool: Pool,
+        limit_bytes: int | None,
+        available: Callable[[], int],
+        copy: bool,
+        record: Record,
     ) -> None:
         self.crew, self.pool = crew, pool
         self._limit_bytes, self._available, self._copy = limit_bytes, available, copy
@@ -104,6 +112,7 @@ class Pump:
         #: Warnings to be given.
         self.notices: list[str] = []
         self.counts = Counts()
+        self._record = record
 
     # -- out ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +175,7 @@ class Pump:
             return None
         for other in sorted(self.tasks.values(), key=lambda other: -other.batch):
             if other.slot is not None and other.layout is not None:
-                self._copy_out(other)
+                self._copy_out(other, other.layout, "room")
                 slot = self._acquire(task.needs)
                 if slot is not None:
                     return slot
@@ -210,6 +219,7 @@ class Pump:
         del self._owed[key]
         self._slotless.discard(task)
         task.worker.owes -= 1
+        self.counts.note_spent(task.worker.spent, message[7:10])
         task.worker.spent = message[7:10]
         if tag == Tag.FILLED:
             self._note_filled(task, message)
@@ -247,6 +257,7 @@ class Pump:
         if message.flags & Flag.IN_FILE:
             task.worker.channel.expects_fd = False
             task.buffer = _contents(message.fd)
+            self._record.oversize.note(task.buffer, len(task.buffer))
             task.moved_from, task.slot = task.slot, None
         if task.moved_from is not None:
             self._leave(task.moved_from, SlotEvent.FILLED_KEPT if kept else SlotEvent.REPLACED)
@@ -256,10 +267,7 @@ class Pump:
         if task.slot is None:
             return
         if kept:
-            task.buffer = self.pool.copy_batch(task.slot, layout)
-            self.counts.private_copies += 1
-            self._leave(task.slot, SlotEvent.FILLED_KEPT)
-            task.slot = None
+            self._copy_out(task, layout, "kept", SlotEvent.FILLED_KEPT)
             return
         ledger.apply(task.slot, SlotEvent.FILLED)
         if layout.extent == 0:
@@ -314,7 +322,7 @@ class Pump:
         if task.slot is not None and (self._copy or not self.pool.ledger.circulates_without(task.slot)):
             if not self._copy:
                 self._notice("held", HELD)
-            self._copy_out(task)
+            self._copy_out(task, layout, "asked" if self._copy else "held")
         data = self._rebuild(task, layout, self.pool.lend(task.slot) if task.slot else task.buffer)
         del self.tasks[task.batch]
         self.counts.batches += 1
@@ -343,13 +351,13 @@ class Pump:
             error.add_note(f"shmloader: this was {task.name()}")
         return error
 
-    def _copy_out(self, task: Task) -> None:
+    def _copy_out(self, task: Task, layout: Layout, reason: str, event: SlotEvent = SlotEvent.COPY_OUT) -> None:
         assert task.slot is not None
-        assert task.layout is not None
-        task.buffer = self.pool.copy_batch(task.slot, task.layout)
-        self._leave(task.slot, SlotEvent.COPY_OUT)
+        task.buffer = self.pool.copy_batch(task.slot, layout)
+        self._leave(task.slot, event)
         task.slot = None
-        self.counts.private_copies += 1
+        self.counts.copied(reason)
+        self._record.private_copies.note(task.buffer, layout.extent)
 
     def end_epoch(self) -> None:
         """Forget what was not delivered.

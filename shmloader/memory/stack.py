@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
 
 from shmloader.memory.codec import MOST_SKELETONS, MOST_VALUE_BYTES, Encoded, Region, aligned, skeleton_of
 from shmloader.memory.dtypes import CODES, NUMPY, NUMPY_CODES, SIZES, tensor_on
 from shmloader.memory.layout import WHOLE, Layout, Span
 from shmloader.memory.outline import MOST_LEVELS, VALUE, NotPlainError, Outline, is_namedtuple
+from shmloader.memory.rebuild import decode
 
 #: What torch raises where it is to stack into memory that is not of the result's type, or that autograd would track.
 _ONLY_IN_WORKERS = (RuntimeError, TypeError, OverflowError)
@@ -49,8 +50,7 @@ class Room(NamedTuple):
 class Block:
     """How the tensors of one outline lie one behind the other."""
 
-    skeleton: bytes
-    spans: tuple[Span, ...]
+    layout: Layout
     nbytes: int
 
 
@@ -61,7 +61,7 @@ class Stacked(Encoded):
 
     def __init__(self, block: Block, room: Room, values: bytes) -> None:
         region = Region(1, WHOLE, room.address + room.offset, block.nbytes, room.buffer)
-        super().__init__(block.skeleton, [region], (), plain=True, values=values)
+        super().__init__(block.layout.skeleton, [region], (), plain=True, values=values)
         self._block = block
 
     def key(self, offsets: list[int]) -> Hashable:
@@ -70,7 +70,10 @@ class Stacked(Encoded):
 
     def layout(self, offsets: list[int]) -> Layout:
         """The layout once the region lies at the first of ``offsets``."""
-        spans = [span._replace(offset=span.offset + offsets[0]) for span in self._block.spans]
+        layout = self._block.layout
+        if not offsets[0]:
+            return layout
+        spans = [span._replace(offset=span.offset + offsets[0]) for span in layout.spans]
         return Layout(self.skeleton, tuple(spans), plain=True)
 
 
@@ -116,6 +119,56 @@ def _no_worker() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
+def stack_in_process(samples: Any, lend: Callable[[int], Any], least_bytes: int) -> Any:
+    """``default_collate(samples)`` as without workers, large plain batches in memory that ``lend(nbytes)`` gives.
+
+    Args:
+        samples: what the data set gave.
+        lend: gives a buffer of so many bytes.
+        least_bytes: smaller batches are left to torch's code, memory and all.
+
+    Raises:
+        Exception: what ``default_collate`` raises.
+    """
+    large = type(samples) is list and samples and len(samples) * _rough_bytes(samples[0]) >= least_bytes
+    if large and not _altered():
+        with suppress(NotPlainError, *_ONLY_IN_WORKERS):
+            return _stack_in_process(samples, lend)
+    return default_collate(samples)
+
+
+def _altered() -> bool:
+    """Whether something changes what torch's functions do or make: modes, or entries in torch's map."""
+    return bool(
+        torch.is_inference_mode_enabled()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or default_collate_fn_map != _ORIGINAL
+    )
+
+
+def _stack_in_process(samples: Any, lend: Callable[[int], Any]) -> Any:
+    columns = Columns(samples)
+    if not columns.exact():
+        raise NotPlainError
+    buffers = []
+
+    def find_room(nbytes: int) -> Room:
+        buffers.append(lend(nbytes))
+        return Room(buffers[0], 0, 0)
+
+    stacked = columns.stack(find_room)
+    return decode(stacked.layout([0]), buffers[0], 0, stacked.values)
+
+
+def _rough_bytes(sample: Any) -> int:
+    """About how many bytes a sample takes in a batch; a guess that costs next to nothing."""
+    if isinstance(sample, (torch.Tensor, np.ndarray)):
+        return int(sample.nbytes)
+    parts = sample.values() if type(sample) is dict else sample if isinstance(sample, (tuple, list)) else ()
+    return sum(int(part.nbytes) for part in parts if isinstance(part, (torch.Tensor, np.ndarray)))
+
+
 class Columns:
     """Samples, column by column: what their batch's outline will be, and what goes where in it.
 
@@ -141,9 +194,17 @@ class Columns:
         """
         block = _blocks.get(self.key) or self._lay_out()
         room = find_room(block.nbytes)
-        for (write, column, code, shape), span in zip(self.leaves, block.spans):
+        for (write, column, code, shape), span in zip(self.leaves, block.layout.spans):
             write(column, room.buffer, room.offset + span[1], code, shape)
         return Stacked(block, room, self.values)
+
+    def exact(self) -> bool:
+        """Whether the result is the same without workers: there, dtypes are promoted and gradients tracked."""
+        columns = [column for write, column, _, _ in self.leaves if write is _write_tensors]
+        return all(
+            len({sample.dtype for sample in column}) == 1 and True not in [sample.requires_grad for sample in column]
+            for column in columns
+        )
 
     def _lay_out(self) -> Block:
         spans, end = [], 0
@@ -153,7 +214,7 @@ class Columns:
             spans.append(Span(WHOLE, start, end - start, 0))
         if len(_blocks) >= MOST_SKELETONS:
             _blocks.clear()
-        block = _blocks[self.key] = Block(skeleton_of(self.key), tuple(spans), end)
+        block = _blocks[self.key] = Block(Layout(skeleton_of(self.key), tuple(spans), plain=True), end)
         return block
 
     # -- looking ------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     #: Batches that it was given and has not answered.
     owes: int = 0
-    #: What it has spent its time with by its last message, and how long its last batch took.
-    spent: tuple[float, float, float] = NO_TIME
+    #: What it has spent its time with, by its last message.
+    spent: tuple[float, ...] = NO_TIME
     #: Whether the poll object also waits for room in the channel.
     clogged: bool = False
     #: Layouts by number, as this process announced them: the numbers live as long as it does.
@@ -251,6 +251,7 @@ class Crew:
                 if message.tag != Tag.HELLO:
                     return message
                 worker.apply(WorkerEvent.HELLO)
+                worker.spent = message[7:10]  # starting is no work on batches
         except EOFError:
             # The process is ending; only its pidfd says when it has, and until then this end would always be ready.
             self._close_channel(worker)
@@ -283,6 +284,10 @@ class Crew:
                     worker.process.kill()
                 self._all_end(None)
         _at_work.discard(self)
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers that are not known to have ended."""
+        return [pid for worker in tuple(self.workers) if worker.channel.fileno() >= 0 and (pid := worker.process.pid)]
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.state is not WorkerState.GONE]
