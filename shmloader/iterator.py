@@ -236,7 +236,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _serve_needs(self) -> None:
         if not self._pump.needy:
             return
-        refused = self._pump.serve_needs(self._lowest())
+        refused = self._pump.serve_needs(self._lowest(), self._in_order)
         if refused is not None and not self._in_order:
             self._arrived.append(refused.batch)
 

@@ -140,7 +140,7 @@ class Pump:
         """Whether a worker waits for space."""
         return bool(self._needy)
 
-    def serve_needs(self, lowest: int) -> Task | None:
+    def serve_needs(self, lowest: int, in_order: bool) -> Task | None:
         """Grant space to workers that wait for it, in order; the ``lowest`` undelivered batch always gets through.
 
         Returns that one if there is no memory for it: it is then settled, by an error.
@@ -148,7 +148,9 @@ class Pump:
         refused = None
         for batch in sorted(self._needy):
             task = self._needy[batch]
-            slot = self._acquire(task.needs)
+            # What comes before it and has not asked yet is going to, and is delivered first.
+            ahead = sum(other.batch < batch and not other.needs for other in self._slotless) if in_order else 0
+            slot = self._acquire(task.needs) if self.pool.ledger.spares(ahead) or batch == lowest else None
             if slot is None and batch == lowest:
                 slot = self._make_room(task)
                 if slot is None:

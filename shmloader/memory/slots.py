@@ -101,7 +101,8 @@ class Ledger:
 
     def spares(self, count: int) -> bool:
         """Whether there is a slot beside those that ``count`` batches are going to ask for."""
-        return len(self._free) > count or self._room_for(size_class(self.typical_bytes))
+        short = count + 1 - len(self._free)
+        return short <= 0 or (self._room_for(size_class(self.typical_bytes)) and self._carvable() >= short)
 
     def circulates_without(self, slot: Slot) -> bool:
         """Whether, with ``slot`` leased for good, some other slot still comes free without the consumer's help."""
@@ -240,6 +241,11 @@ class Ledger:
             return False
         fits = any(length >= capacity for _, length in self._gaps) or self._top + capacity <= self._limit()
         return fits and self.carved_bytes + capacity <= self._limit()
+
+    def _carvable(self) -> int:
+        """How many slots of the usual size may still be carved."""
+        by_bytes = (self._limit() - self.carved_bytes) // size_class(self.typical_bytes)
+        return by_bytes if self._most_slots is None else min(by_bytes, self._most_slots - self._circulating())
 
     def _circulating(self) -> int:
         return len(self._slots) - self.count(*_SIDELINED)

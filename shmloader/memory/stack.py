@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, ValuesView
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -163,10 +163,12 @@ def _stack_in_process(samples: Any, lend: Callable[[int], Any]) -> Any:
 
 def _rough_bytes(sample: Any) -> int:
     """About how many bytes a sample takes in a batch; a guess that costs next to nothing."""
-    if isinstance(sample, (torch.Tensor, np.ndarray)):
-        return int(sample.nbytes)
-    parts = sample.values() if type(sample) is dict else sample if isinstance(sample, (tuple, list)) else ()
-    return sum(int(part.nbytes) for part in parts if isinstance(part, (torch.Tensor, np.ndarray)))
+    if isinstance(sample, dict):
+        sample = sample.values()
+    parts = sample if isinstance(sample, (tuple, list, ValuesView)) else (sample,)
+    tensors = [part for part in parts if type(part) is torch.Tensor]
+    arrays = [part for part in parts if type(part) is np.ndarray]
+    return sum(part.numel() * part.element_size() for part in tensors) + sum(part.nbytes for part in arrays)
 
 
 class Columns:
