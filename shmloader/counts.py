@@ -101,7 +101,7 @@ class Counts:
     restarts: int = 0
     copies: dict[str, int] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)
-    begun: float = field(default_factory=time.perf_counter)
+    begun: float = field(default_factory=lambda: time.perf_counter())
     _entered: float = 0.0
     _left: float = 0.0
     _waited_before: float = 0.0

@@ -150,7 +150,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # -- reading and closing -----------------------------------------------------------------------------------
 
     def stats(self, *, lifetime: bool = False) -> LoaderStats:
-        """A frozen read-out. Callable from any thread; takes about a millisecond for each worker.
+        """A frozen read-out. Callable from any thread.
 
         Args:
             lifetime: of all epochs of this loader so far, instead of the current or last one. Slots and memory are

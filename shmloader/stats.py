@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from shmloader.counts import SUMS, Alive, Counts
 from shmloader.verdict import Verdict, judge
+
+#: Asking the system what a worker holds takes milliseconds: the answer is used again for so many seconds.
+FRESH_S = 1.0
 
 
 @dataclass(slots=True)
@@ -26,6 +31,8 @@ class Record:
     pids: Callable[[], list[int]] = list
     #: Returns how many bytes a process shares with no other.
     private_bytes: Callable[[int], int] = int
+    #: When the workers' private bytes were last asked for, and how many there were.
+    _workers_private: tuple[float, int] = (-math.inf, 0)
 
     def begin(self, counts: Counts) -> None:
         """An epoch begins."""
@@ -50,10 +57,16 @@ class Record:
                 pool=sum(nbytes for _, nbytes in slots.values()),
                 private_copies=self.private_copies.nbytes,
                 oversize=self.oversize.nbytes,
-                workers_private=sum(map(self.private_bytes, self.pids())),
+                workers_private=self._ask_workers_private(),
             ),
             cores=self.cores(),
         )
+
+    def _ask_workers_private(self) -> int:
+        now = time.monotonic()
+        if now - self._workers_private[0] > FRESH_S:
+            self._workers_private = now, sum(map(self.private_bytes, self.pids()))
+        return self._workers_private[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,8 @@ class Memory:
     oversize: int = 0
     #: Page-locked memory for copies to a device, beside the pool.
     staging: int = 0
-    #: What the workers do not share with any other process, all together (0 where the system does not tell).
+    #: What the workers do not share with any other process, all together (0 where the system does not tell); may be a
+    #: second old.
     workers_private: int = 0
 
 

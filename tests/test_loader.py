@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 import shmloader
-from shmloader import BatchTooLargeError, DataLoader, LoaderStats
+from shmloader import BatchTooLargeError, DataLoader
 from shmloader.tuning.auto import AutoWorkers
 from tests.datasets import Batchwise, Items, Made, Rows, Shards, as_is, draws, worker_id, worker_pid
 
