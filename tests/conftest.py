@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.programs import Nursery
+
 PATIENCE_S = 2.0  # for workers told to stop, feeder threads and finalizers
 PAUSE_S = 0.02  # between two looks
 FAILED = pytest.StashKey[bool]()
@@ -31,6 +33,14 @@ settings.load_profile("repeatable")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The command line's tests come last: photographs and an optimiser double what every later fork has to copy."""
     items.sort(key=lambda item: item.path.parent.name == "cli")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where programs are born that need no fresh interpreter."""
+    made = Nursery()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -180,9 +180,7 @@ def torchs(samples: Any) -> Any:
     """What torch's collate makes of it in a worker, or, where that fails, without workers."""
     with as_in_a_worker(), allocating_in(arena_of(0, 0)):
         result = outcome(default_collate, samples)
-    if is_error(result) and issubclass(
-        result[0], (RuntimeError, TypeError)
-    ):  # which of them depends on torch's version
+    if is_error(result) and issubclass(result[0], (RuntimeError, TypeError)):  # it depends on torch's version
         result = outcome(default_collate, samples)
     return result
 
