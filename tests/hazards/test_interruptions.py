@@ -27,7 +27,7 @@ from tests.programs import (
 )
 
 #: Between two places of interruption that are tried. Places vary from run to run, so in time all are.
-STRIDE = 17
+STRIDE = 37
 #: A run of ten batches has about this many.
 MOST_PLACES = 1500
 
@@ -122,7 +122,7 @@ def test_an_interruption_anywhere_leaves_all_data_right_or_a_broken_iterator(
         else:
             assert len(seen) == len(set(seen)), f"wrong after {place} places"
     assert not left
-    assert 20 < sum(is_broken for _, _, is_broken in verdicts) < len(verdicts) - 1
+    assert 8 < sum(is_broken for _, _, is_broken in verdicts) < len(verdicts) - 1
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_signals_at_any_time_leave_all_data_right_or_a_broken_iterator(
         signal.signal(signal.SIGALRM, interrupt)
         source = loader(Slow(), persistent_workers=persistent)
         verdicts = []
-        for trial in range(80 if persistent else 40):
+        for trial in range(40 if persistent else 20):
             iterator = iter(source)
-            signal.setitimer(signal.ITIMER_REAL, 0.0002 + (0.00025 if persistent else 0.0005) * trial)
+            signal.setitimer(signal.ITIMER_REAL, 0.0002 + (0.0005 if persistent else 0.001) * trial)
             try:
                 seen, broken = go_through(iterator, kind)
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -153,7 +153,7 @@ def test_signals_at_any_time_leave_all_data_right_or_a_broken_iterator(
         source.close()
         teller.tell(verdicts)
 
-    verdicts = told_by(trials, timeout_s=60)
+    verdicts = told_by(trials)
     assert False not in verdicts
     assert verdicts.count(True) > len(verdicts) / 2, "hardly any interruption was survived"
 
