@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tests.programs import Nursery
 
@@ -60,6 +61,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.failed:
         item.stash[FAILED] = True
     return report
+
+
+@pytest.fixture
+def restored_map() -> Iterator[None]:
+    """What a test registers with torch's collate is forgotten after it."""
+    before = dict(default_collate_fn_map)
+    yield
+    default_collate_fn_map.clear()
+    default_collate_fn_map.update(before)
 
 
 @pytest.fixture(autouse=True)

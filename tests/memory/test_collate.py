@@ -263,14 +263,6 @@ def test_a_column_of_mixed_numbers_is_not_judged_by_its_first() -> None:
     assert ours([True, 2]).dtype is torchs([True, 2]).dtype
 
 
-@pytest.fixture
-def restored_map() -> Iterator[None]:
-    before = dict(default_collate_fn_map)
-    yield
-    default_collate_fn_map.clear()
-    default_collate_fn_map.update(before)
-
-
 def collate_samples(batch: Any, *, collate_fn_map: Any = None) -> Any:
     return "samples", len(batch)
 
