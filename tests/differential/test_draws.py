@@ -12,21 +12,16 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from shmloader import DataLoader
 from tests.beside import (
-    Stock,
     assert_same_epochs,
     both,
     close,
-    each_start_method,
-    epochs,
 )
 from tests.datasets import (
     Made,
     Rows,
     seed_and_draws,
 )
-from tests.equal import assert_same
 
 
 def generator_states() -> list[Any]:
@@ -96,9 +91,3 @@ def test_an_early_break_moves_the_random_streams_of_persistent_workers_as_torchs
         return found
 
     both(run)
-
-
-@each_start_method
-def test_workers_draw_the_same_under_every_start_method(method: str) -> None:
-    mine = epochs(DataLoader, Made(8, seed_and_draws), 2, num_workers=2, multiprocessing_context=method)
-    assert_same(mine, epochs(Stock, Made(8, seed_and_draws), 2, num_workers=2))

@@ -14,8 +14,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from shmloader import DataLoader
 from tests.beside import (
     KINDS,
+    Stock,
     assert_same_epochs,
     both,
     close,
@@ -28,23 +30,36 @@ from tests.datasets import (
     as_is,
     environment,
     first,
+    seed_and_draws,
     worker_id,
     worker_pid,
 )
+from tests.equal import assert_same
 
 # -- what workers are -------------------------------------------------------------------------------------------
 
 
-@each_start_method
-def test_a_data_set_finds_the_same_environment(method: str) -> None:
-    def run(kind: Any) -> Any:
-        options = {"multiprocessing_context": method, "num_workers": 2, "collate_fn": as_is}
-        return epochs(kind, Made(4, environment), 2, **options)
+def surroundings_and_draws(index: Any) -> Any:
+    return environment(index), seed_and_draws(index)
 
-    worker = both(run)[0][0][0]
+
+@each_start_method
+def test_a_data_set_finds_the_same_environment_and_draws_the_same(method: str) -> None:
+    workers = 1 if method == "spawn" else 2  # each of which would import torch for seconds
+
+    def run(kind: Any, method: str) -> Any:
+        options = {"multiprocessing_context": method, "num_workers": workers, "collate_fn": as_is}
+        return epochs(kind, Made(4, surroundings_and_draws), 2, **options)
+
+    mine = run(DataLoader, method)
+    assert_same(mine, run(Stock, method))
+    assert [draws for batch in mine[0] for _, draws in batch] == [
+        draws for batch in run(Stock, "fork")[0] for _, draws in batch
+    ]
+    worker, _ = mine[0][-1][0]
     assert worker[1:4] == (1, "pt_data_worker", True)
     assert worker[4].endswith("Process")
-    assert worker[5:] == (True, (0, 2))
+    assert worker[5:] == (True, (workers - 1, workers))
 
 
 def test_workers_are_children_of_the_loaders_process() -> None:

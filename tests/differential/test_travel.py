@@ -18,6 +18,7 @@ from torch.utils.data import (
 from shmloader import DataLoader
 from tests.beside import (
     WITHOUT_SHRINKING,
+    Stock,
     assert_same_epochs,
     both,
     each_start_method,
@@ -60,11 +61,12 @@ class Whatever:
 
 
 @each_start_method
-def test_a_batch_of_any_class_travels_with_identity_and_aliasing(method: str) -> None:
-    def run(kind: Any) -> list[Any]:
-        return epochs(kind, Rows(9), 3, num_workers=2, collate_fn=Whatever, multiprocessing_context=method)
-
-    batch = both(run)[0][0]
+def test_a_batch_of_any_class_travels_in_order_with_identity_and_aliasing(method: str) -> None:
+    workers = 1 if method == "spawn" else 2  # each of which would import torch for seconds
+    options = {"batch_size": 3, "shuffle": True, "num_workers": workers, "collate_fn": Whatever}
+    mine = epochs(DataLoader, Rows(11), multiprocessing_context=method, **options)
+    assert_same(mine, epochs(Stock, Rows(11), **options))  # what torch's come to under fork
+    batch = mine[0][0]
     assert batch.again is batch.x
     batch.x[2, 1] = -5
     assert batch.view[1, 1] == -5
@@ -153,11 +155,11 @@ def test_names_in_batches_arrive_right_between_batches_of_fixed_layout() -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=8, phases=WITHOUT_SHRINKING)
+@settings(max_examples=6, phases=WITHOUT_SHRINKING)
 @given(st.lists(batches(), min_size=20, max_size=20))
 def test_random_nests_arrive_as_from_torchs_loader(nests: list[Any]) -> None:
     """Forked workers have the nests; the collate function returns one per batch."""
-    assert_same_epochs(lambda: Items(nests), 1, num_workers=2, collate_fn=first)
+    assert_same_epochs(lambda: Items(nests), 1, num_workers=1, collate_fn=first)
 
 
 samples = st.recursive(
@@ -188,15 +190,16 @@ samples = st.recursive(
 def test_random_samples_are_collated_as_by_torchs_loader(samples: list[Any]) -> None:
     """One loader for all examples: each batch is one sample, three times."""
     order = [[index] * 3 for index in range(len(samples))]
-    assert_same_epochs(lambda: Items(samples), batch_sampler=order, num_workers=2)
+    assert_same_epochs(lambda: Items(samples), batch_sampler=order, num_workers=1)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not writable")
 @settings(max_examples=4, phases=WITHOUT_SHRINKING)
 @given(st.lists(nests(st.one_of(tensors, arrays, plain)), min_size=10, max_size=10))
 def test_random_samples_are_converted_as_by_torchs_loader(samples: list[Any]) -> None:
     def run(kind: Any) -> list[Any]:
-        return epochs(kind, Items(samples), batch_size=None, num_workers=2, collate_fn=convert)
+        return epochs(kind, Items(samples), batch_size=None, num_workers=1, collate_fn=convert)
 
     both(run)
 
