@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing.forkserver
 import os
 import pickle
 import select
@@ -313,6 +314,7 @@ def _be_child(function: Callable[..., None], teller: Teller, args: tuple[Any, ..
     """Everything that the child does; never returns to the test's code."""
     try:
         os.setsid()
+        forget_fork_server()
         # The test's own timer is not inherited, its handler is.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(timeout_s) + 1)
@@ -321,6 +323,14 @@ def _be_child(function: Callable[..., None], teller: Teller, args: tuple[Any, ..
         teller.tell(_Failure(traceback.format_exc()))
     finally:
         os._exit(0)
+
+
+def forget_fork_server() -> None:
+    """Let multiprocessing start a fork server of this child's own, to die with it; the test's is no child of it."""
+    server = multiprocessing.forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    server.__init__()  # type: ignore[misc]
 
 
 def told_by(function: Callable[..., None], *args: Any, timeout_s: float = 40.0) -> Any:
