@@ -269,6 +269,8 @@ class _Home:
             iterator._shutdown_workers()
         self.retire()
         self._lender, self.recycler = None, Recycler()
+        if not self.record.workers:
+            self.record.slots = dict  # the read-out would keep the memory
 
     def retire(self) -> None:
         """The loader is gone: iterators that live on keep what they have, what is idle goes."""

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from tests.programs import Nursery
 
 PATIENCE_S = 2.0  # for workers told to stop, feeder threads and finalizers
 PAUSE_S = 0.02  # between two looks
@@ -28,6 +31,29 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The command line's tests come last: photographs and an optimiser double what every later fork has to copy."""
+    items.sort(key=lambda item: item.path.parent.name == "cli")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where programs are born that need no fresh interpreter."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_was_imported_is_not_searched() -> None:
+    """Takes all that lives between two modules out of collections, each of which would walk through it for long.
+
+    Forked workers gain as well: a collection there would copy every page that it walks through.
+    """
+    gc.collect()  # or a dead cycle would never be found
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Remembers a failed test: its traceback keeps loaders alive, which is no leak of its own."""
@@ -35,6 +61,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.failed:
         item.stash[FAILED] = True
     return report
+
+
+@pytest.fixture
+def restored_map() -> Iterator[None]:
+    """What a test registers with torch's collate is forgotten after it."""
+    before = dict(default_collate_fn_map)
+    yield
+    default_collate_fn_map.clear()
+    default_collate_fn_map.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,13 @@ both are killed after a bound, so that a hang is a failure and never a wait.
 from __future__ import annotations
 
 import contextlib
+import json
+import multiprocessing.forkserver
 import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -52,6 +55,11 @@ def all_gone(pids: Iterable[int], within_s: float) -> bool:
             return False
         time.sleep(PAUSE_S)
     return True
+
+
+def children() -> set[int]:
+    """Children of this process, zombies included."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 def descriptors() -> int:
@@ -98,52 +106,52 @@ class Program:
     Args:
         source: its text; it can import shmloader and tests.
         before: command that the interpreter is started with, such as ``unshare``.
+        nursery: where it is born, in a tenth of the time; None: in a fresh interpreter.
         timeout_s: it is killed after this, which fails the test.
     """
 
-    def __init__(self, source: str, *args: str, before: tuple[str, ...] = (), timeout_s: float = 40.0, **env: str):
+    def __init__(
+        self,
+        source: str,
+        *args: str,
+        before: tuple[str, ...] = (),
+        nursery: Nursery | None = None,
+        timeout_s: float = 40.0,
+    ) -> None:
         self._deadline = time.monotonic() + timeout_s
         self._folder = tempfile.TemporaryDirectory()
         script = Path(self._folder.name) / "program.py"
         script.write_text(textwrap.dedent(source))
         self._err = open(Path(self._folder.name) / "err", "w+")  # noqa: SIM115 - closed in __exit__
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "", **env}
-        command = [*before, sys.executable, str(script), *args]
-        self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=self._err,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+        self._read_end, write_end = os.pipe()
+        argv = [str(script), *args]
+        if nursery:
+            born = nursery.fork(argv, write_end, self._err.fileno())
+        else:
+            born = started([*before, sys.executable, *argv], write_end, self._err.fileno())
+        #: The interpreter's process, which is also its session.
+        self.pid, self._wait = born
+        os.close(write_end)
         self._out = b""
 
     def __enter__(self) -> Program:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for pid in {self._process.pid, *self.members()}:
+        for pid in {self.pid, *self.members()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._wait(10.0)
+        os.close(self._read_end)
         if kind is not None:
             self._err.seek(0)
             print(self._err.read(), file=sys.stderr)
         self._err.close()
         self._folder.cleanup()
 
-    @property
-    def pid(self) -> int:
-        """The interpreter's process, which is also its session."""
-        return self._process.pid
-
     def members(self) -> list[int]:
         """Everything that runs in its session."""
-        return session_members(self._process.pid)
+        return session_members(self.pid)
 
     def wait_for(self, line: str) -> str:
         """What it has printed once it has printed ``line``."""
@@ -156,27 +164,75 @@ class Program:
         """Wait for its end, and look a second later for what is left."""
         while self._read():
             pass
-        code = self._process.wait(max(0.1, self._deadline - time.monotonic()))
+        code = self._wait(max(0.1, self._deadline - time.monotonic()))
         members = self.members()
         all_gone(members, 1.0)
         self._err.seek(0)
         return Outcome(code, self._out.decode(), self._err.read(), tuple(pid for pid in members if alive(pid)))
 
     def _read(self) -> bytes:
-        assert self._process.stdout is not None
         left = self._deadline - time.monotonic()
-        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, left))
+        ready, _, _ = select.select([self._read_end], [], [], max(0.0, left))
         if not ready:
             pytest.fail(f"the program hangs; it has printed {self._out!r}")
-        piece = os.read(self._process.stdout.fileno(), 1 << 16)
+        piece = os.read(self._read_end, 1 << 16)
         self._out += piece
         return piece
 
 
-def run(source: str, *args: str, before: tuple[str, ...] = (), timeout_s: float = 40.0, **env: str) -> Outcome:
+def run(source: str, *args: str, timeout_s: float = 40.0, **how: Any) -> Outcome:
     """Run a program to its end."""
-    with Program(source, *args, before=before, timeout_s=timeout_s, **env) as program:
+    with Program(source, *args, timeout_s=timeout_s, **how) as program:
         return program.finish()
+
+
+def started(
+    command: list[str], out: int | None, err: int | None = None, **how: Any
+) -> tuple[int, Callable[[float], int]]:
+    """A fresh process's pid, and what waits for its exit code."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": ""},
+        cwd=ROOT,
+        start_new_session=True,
+        **how,
+    )
+    return process.pid, process.wait
+
+
+class Nursery:
+    """The other end of ``tests/nursery.py``: programs that begin where torch and we are imported, one at a time.
+
+    What a program's interpreter imports first, or how, cannot be tested so; its exit can.
+    """
+
+    def __init__(self) -> None:
+        self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            command = [sys.executable, str(ROOT / "tests" / "nursery.py"), str(other.fileno())]
+            _, self._ended = started(command, None, pass_fds=[other.fileno()])
+        self._code: int | None = None
+
+    def fork(self, argv: list[str], out: int, err: int) -> tuple[int, Callable[[float], int]]:
+        """A program's pid, and what waits for its exit code."""
+        self._code = None
+        socket.send_fds(self._line, [json.dumps(argv).encode()], [out, err])
+        self._line.settimeout(30.0)  # the first has to wait for the imports
+        return int(self._line.recv(64)), self._wait
+
+    def close(self) -> None:
+        """End it."""
+        self._line.close()
+        self._ended(10.0)
+
+    def _wait(self, timeout_s: float) -> int:
+        if self._code is None:
+            self._line.settimeout(timeout_s)
+            self._code = int(self._line.recv(64))
+        return self._code
 
 
 # -- functions in a forked child ----------------------------------------------------------------------------------
@@ -258,6 +314,7 @@ def _be_child(function: Callable[..., None], teller: Teller, args: tuple[Any, ..
     """Everything that the child does; never returns to the test's code."""
     try:
         os.setsid()
+        forget_fork_server()
         # The test's own timer is not inherited, its handler is.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(timeout_s) + 1)
@@ -266,6 +323,14 @@ def _be_child(function: Callable[..., None], teller: Teller, args: tuple[Any, ..
         teller.tell(_Failure(traceback.format_exc()))
     finally:
         os._exit(0)
+
+
+def forget_fork_server() -> None:
+    """Let multiprocessing start a fork server of this child's own, to die with it; the test's is no child of it."""
+    server = multiprocessing.forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    server.__init__()  # type: ignore[misc]
 
 
 def told_by(function: Callable[..., None], *args: Any, timeout_s: float = 40.0) -> Any:

@@ -21,7 +21,7 @@ from shmloader.memory.budget import MIB, PAGE_BYTES
 from shmloader.tuning import machine
 from tests.conftest import children
 from tests.datasets import Batchwise, Made, Rows
-from tests.programs import descriptors, mappings, run
+from tests.programs import Nursery, descriptors, mappings, run
 
 pytestmark = pytest.mark.timeout(30)
 ignoring_pool_warnings = pytest.mark.filterwarnings("ignore::shmloader.PoolWarning")
@@ -129,20 +129,20 @@ FEW_DESCRIPTORS = """
         return {f"key{k}": torch.full((k + 1, 5), index * 10 + k) for k in range(7)}
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    dataset, options = Made(3200, sample), {"batch_size": 16, "collate_fn": as_is}
+    dataset, options = Made(1280, sample), {"batch_size": 16, "collate_fn": as_is}
     kept = []
     ours = iter(DataLoader(dataset, num_workers=2, **options))
     for theirs in torch.utils.data.DataLoader(dataset, **options):
         kept.append(next(ours))
         assert_same(kept[-1], theirs)
-    assert next(ours, None) is None and len(kept) == 200
+    assert next(ours, None) is None and len(kept) == 80
     print("done")
 """
 
 
 @pytest.mark.slow
-def test_batches_of_a_hundred_tensors_do_with_64_descriptors() -> None:
-    outcome = run(FEW_DESCRIPTORS, timeout_s=25)
+def test_batches_of_a_hundred_tensors_do_with_64_descriptors(nursery: Nursery) -> None:
+    outcome = run(FEW_DESCRIPTORS, nursery=nursery, timeout_s=25)
     assert (outcome.code, outcome.out, outcome.err, outcome.left) == (0, "done\n", "", ())
 
 
@@ -179,17 +179,21 @@ TINY_SHM = """
     def collated(index):
         return default_collate([torch.full((1 << 16,), index % 251, dtype=torch.uint8)] * 2), index
 
+    def batches(sample, method, workers):
+        kept = []
+        for data, indices in DataLoader(Made(160, sample), 8, num_workers=workers, multiprocessing_context=method):
+            kept = [*kept[-4:], (data, indices)]
+            assert os.listdir("/dev/shm") == [] and data.nbytes == 1 << 20
+            for data, indices in kept:
+                assert (data.reshape(8, -1) == (indices % 251)[:, None]).all()
+        return int(indices[-1])
+
     def main():
         shm = os.statvfs("/dev/shm")
         assert shm.f_blocks * shm.f_frsize == 64 * 1024
-        for sample in plain, collated:
-            kept = []
-            for data, indices in DataLoader(Made(160, sample), 8, num_workers=2, multiprocessing_context=sys.argv[1]):
-                kept = [*kept[-4:], (data, indices)]
-                assert os.listdir("/dev/shm") == [] and data.nbytes == 1 << 20
-                for data, indices in kept:
-                    assert (data.reshape(8, -1) == (indices % 251)[:, None]).all()
-        print(indices.tolist())
+        # What of each worker's start lies in /dev/shm shows with one, and a spawned one imports torch for seconds.
+        tries = [(plain, "fork", 2), (collated, "fork", 2), (plain, "forkserver", 2), (collated, "forkserver", 2)]
+        print([batches(*how) for how in [*tries, (collated, "spawn", 1)]])
 
     if __name__ == "__main__":
         main()
@@ -198,11 +202,9 @@ TINY_SHM = """
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_nothing_needs_room_in_dev_shm(in_tiny_shm: tuple[str, ...], method: str) -> None:
-    outcome = run(TINY_SHM, method, before=in_tiny_shm, timeout_s=50)
-    expected = f"{list(range(152, 160))}\n"
-    assert (outcome.code, outcome.out, outcome.err, outcome.left) == (0, expected, "", ())
+def test_nothing_needs_room_in_dev_shm_under_any_start_method(in_tiny_shm: tuple[str, ...]) -> None:
+    outcome = run(TINY_SHM, before=in_tiny_shm, timeout_s=50)
+    assert (outcome.code, outcome.out, outcome.err, outcome.left) == (0, f"{[159] * 5}\n", "", ())
 
 
 # -- a limit of few batches ---------------------------------------------------------------------------------------
@@ -489,8 +491,8 @@ LITTLE_ADDRESS_SPACE = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [(), ("64GiB",)], ids=["default", "64GiB"])
-def test_under_a_limit_of_address_space_the_pool_shrinks_and_works(limit: tuple[str, ...]) -> None:
-    outcome = run(LITTLE_ADDRESS_SPACE, "fork", *limit, timeout_s=25)
+def test_under_a_limit_of_address_space_the_pool_shrinks_and_works(nursery: Nursery, limit: tuple[str, ...]) -> None:
+    outcome = run(LITTLE_ADDRESS_SPACE, "fork", *limit, nursery=nursery, timeout_s=25)
     assert (outcome.code, outcome.err, outcome.left) == (0, "", ())
     assert 1 <= int(outcome.out) < 512
 
@@ -536,9 +538,9 @@ LARGE_DATASET = """
 
 @pytest.mark.slow
 def test_a_large_data_set_reaches_workers_of_a_warm_fork_server_through_no_pipe_and_no_copy(
-    record_property: Callable[[str, object], None],
+    nursery: Nursery, record_property: Callable[[str, object], None]
 ) -> None:
-    outcome = run(LARGE_DATASET, timeout_s=25)
+    outcome = run(LARGE_DATASET, nursery=nursery, timeout_s=25)
     assert (outcome.code, outcome.err, outcome.left) == (0, "", ())
     sent, start_s, private, pieces = outcome.out.strip("[]\n").split(", ")
     record_property("start_s", start_s)
@@ -551,9 +553,11 @@ def test_a_large_data_set_reaches_workers_of_a_warm_fork_server_through_no_pipe_
 
 
 def take_one(loader: DataLoader[Any]) -> None:
-    """Only the first batch."""
-    rows, _ = next(iter(loader))
+    """Only the first batch of each worker: one that nobody waits for might lag behind by ever more epochs."""
+    iterator = iter(loader)
+    rows, _ = next(iterator)
     assert rows[1, 0] == 1
+    next(iterator)
 
 
 def break_early(loader: DataLoader[Any]) -> None:
@@ -565,7 +569,7 @@ def break_early(loader: DataLoader[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("times", "begin"), [(100, take_one), (50, break_early)])
+@pytest.mark.parametrize(("times", "begin"), [(40, take_one), (30, break_early)])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_beginning_again_and_again_leaves_nothing_behind(
     times: int, begin: Callable[[DataLoader[Any]], None], persistent: bool

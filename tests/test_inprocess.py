@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data.dataloader import DataLoader as Stock
 
 from shmloader import DataLoader
@@ -91,11 +92,18 @@ def test_collated_in_inference_mode_batches_are_inference_tensors_as_torchs() ->
         assert next(iter(DataLoader(Made(2, image), 2))).is_inference()
 
 
-def test_a_default_device_is_obeyed() -> None:
-    data = Made(2, lambda n: (image(n), n))
-    with torch.device("meta"):
-        kinds = [[part.device.type for part in next(iter(kind(data, 2)))] for kind in (DataLoader, Stock)]
-    assert kinds[0] == kinds[1]
+class Passing(TorchFunctionMode):
+    """Sees every call of a torch function, as a default device or a tracer does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_where_something_watches_torchs_functions_torchs_functions_are_called() -> None:
+    loader = DataLoader(Made(2, image), 2)
+    with Passing():
+        assert_same(list(loader), [torch.stack([image(0), image(1)])])
+    assert not recycled(loader)
 
 
 @pytest.mark.parametrize("seeding", ["worker", "batch"])

@@ -201,10 +201,10 @@ class Columns:
         return Stacked(block, room, self.values)
 
     def exact(self) -> bool:
-        """Whether the result is the same without workers: there, dtypes are promoted and gradients tracked."""
+        """Whether the samples go together without more ado: without workers, dtypes are promoted, gradients tracked."""
         columns = [column for write, column, _, _ in self.leaves if write is _write_tensors]
         return all(
-            len({sample.dtype for sample in column}) == 1 and True not in [sample.requires_grad for sample in column]
+            len({(sample.dtype, sample.shape) for sample in column}) == 1 and True not in [sample.requires_grad for sample in column]
             for column in columns
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shmloader.tuning.machine import cgroup_directories
-from tests.programs import run
+from tests.programs import Nursery, run
 
 MIB = 1 << 20
 LIMIT_BYTES = 600 * MIB
@@ -32,13 +32,13 @@ BEYOND = """
     assert left < int(sys.argv[2])
     # Far more than there is, were every batch of the lookahead to have a slot of its own.
     loader = DataLoader(
-        Numbers(150, 1 << 20), num_workers=2, prefetch_factor=100, memory_limit=sys.argv[3] or None
+        Numbers(100, 1 << 20), num_workers=2, prefetch_factor=100, memory_limit=sys.argv[3] or None
     )
     most = 0
     for number, batch in enumerate(loader):
         assert batch.shape == (1, 1 << 20) and (batch == number).all()
         most = max(most, loader.stats().pool_bytes)
-    assert number == 149
+    assert number == 99
     print(most, left)
 """
 
@@ -71,8 +71,8 @@ def group() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory_limit", ["", "4GiB"])
-def test_the_pool_stays_within_what_the_group_has_left(group: Path, memory_limit: str) -> None:
-    outcome = run(BEYOND, str(group), str(LIMIT_BYTES), memory_limit)
+def test_the_pool_stays_within_what_the_group_has_left(nursery: Nursery, group: Path, memory_limit: str) -> None:
+    outcome = run(BEYOND, str(group), str(LIMIT_BYTES), memory_limit, nursery=nursery)
     assert (outcome.code, outcome.err, outcome.left) == (0, "", ())
     most, left = map(int, outcome.out.split())
     assert 0 < most <= (left if memory_limit else left // 2)
