@@ -204,7 +204,8 @@ class Columns:
         """Whether the samples go together without more ado: without workers, dtypes are promoted, gradients tracked."""
         columns = [column for write, column, _, _ in self.leaves if write is _write_tensors]
         return all(
-            len({(sample.dtype, sample.shape) for sample in column}) == 1 and True not in [sample.requires_grad for sample in column]
+            len({(sample.dtype, sample.shape) for sample in column}) == 1
+            and True not in [sample.requires_grad for sample in column]
             for column in columns
         )
 
