@@ -13,6 +13,7 @@ import torch
 
 from shmloader import DataLoader, WorkerDiedError
 from shmloader.iterator import ShmIter
+from shmloader.workers import crew as crews
 from tests.faulty import STAGES, WAYS, Faults, Numbers, Sleepy, Trap
 from tests.programs import all_gone, within
 
@@ -20,10 +21,11 @@ from tests.programs import all_gone, within
 PROMPTLY_S = 3.0
 BATCH = 2
 
-#: Starting workers by these methods takes seconds, so they get a sample of the matrix.
+#: Starting workers by these methods takes seconds, so they get a sample of the matrix, and spawn the death alone that
+#: its workers' being nobody else's children might hide.
 SAMPLE = [
-    ("spawn", "raise", "start"),
     ("spawn", "SIGKILL", "fetch"),
+    ("forkserver", "raise", "start"),
     ("forkserver", "raise", "collate"),
     ("forkserver", "sys.exit(0)", "fetch"),
     ("forkserver", "sys.exit(3)", "start"),
@@ -171,7 +173,8 @@ def test_held_batches_survive_a_death() -> None:
 
 
 @pytest.mark.slow
-def test_a_death_during_a_long_fetch_of_another_worker_is_told_at_once() -> None:
+def test_a_death_during_a_long_fetch_of_another_worker_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "ASK_S", 0.05)  # how long the other is waited for before it is terminated
     iterator = iter(DataLoader(Sleepy(at=0), 1, num_workers=2))
     os.kill(iterator._workers[1].pid, signal.SIGKILL)
     assert "killed by signal" in str(next_fails(iterator))

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from shmloader.cli.restorer import PEAK_RATE, Restorer, Trainer, psnr_db, restore
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread() -> Iterator[None]:
+    """Images this small take no longer so, and with two each step would wait for the one whose core is taken."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def noisy_ramps(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -104,14 +104,8 @@ def visible_bytes(tensor: torch.Tensor) -> int:
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(batches())
-def test_a_nest_arrives_through_a_slot_as_it_was_sent(batch: Any) -> None:
+def test_a_nest_arrives_through_a_slot_and_through_packed_bytes_as_it_was_sent(batch: Any) -> None:
     assert_same(Slot().carry(batch), batch)
-
-
-@pytest.mark.slow
-@settings(max_examples=100)
-@given(batches())
-def test_a_nest_arrives_through_packed_bytes_as_it_was_sent(batch: Any) -> None:
     assert_same(unpack(pack(batch)), batch)
 
 

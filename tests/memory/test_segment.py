@@ -5,15 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from shmloader.errors import PoolMemoryError
 from shmloader.memory import segment as segments
 from shmloader.memory.segment import LEAST_BYTES, MARGIN_BYTES, PAGE_BYTES, STEP_BYTES, Segment, address_of
+from tests.programs import Teller, told_by
 
 GIB = 1 << 30
 BLOCK_BYTES = 512  # the unit of st_blocks
@@ -136,15 +137,12 @@ def test_without_any_address_space_there_is_an_error_and_no_descriptor_left(monk
 
 @pytest.mark.slow
 def test_under_a_limit_of_address_space_there_is_still_a_pool() -> None:
-    code = (
-        "import resource, torch\n"
-        "from shmloader.memory.segment import Segment\n"
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
-        "print(Segment(1 << 40, lambda: 1 << 40).nbytes)\n"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert 16 << 20 <= int(answer.stdout) <= 32 << 20
+    def make(teller: Teller) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+        teller.tell(Segment(1 << 40, lambda: 1 << 40).nbytes)
+
+    assert 16 << 20 <= told_by(make) <= 32 << 20
 
 
 # -- ending -----------------------------------------------------------------------------------------------------

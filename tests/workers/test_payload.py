@@ -224,7 +224,9 @@ class ReadsEpoch(Made):
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_persistent_workers_see_what_is_written_into_a_shared_tensor_of_the_data_set(method: str) -> None:
     dataset = ReadsEpoch()
-    loader = DataLoader(dataset, batch_size=2, num_workers=2, multiprocessing_context=method, persistent_workers=True)
+    workers = 1 if method == "spawn" else 2  # each of which would import torch for seconds
+    options = {"num_workers": workers, "multiprocessing_context": method, "persistent_workers": True}
+    loader = DataLoader(dataset, batch_size=2, **options)
     for epoch in range(3):
         dataset.epoch.fill_(epoch)
         batches = list(loader)
