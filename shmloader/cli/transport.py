@@ -1,8 +1,8 @@
 """The transport cases run: torch's DataLoader, torch's without workers and shmloader's, in alternating rounds.
 
 Every case runs in rounds; each round measures all contestants, starting with another one each time, so that a machine
-that drifts hits all of them alike. Reported are medians over the rounds and ratios of those medians. Batches are dropped
-at once and their contents are not read.
+that drifts hits all of them alike. Reported are medians over the rounds and ratios of those medians. Batches are
+dropped at once and their contents are not read.
 """
 
 import statistics

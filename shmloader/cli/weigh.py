@@ -1,25 +1,38 @@
-"""How many bytes of data a batch holds."""
+"""The data in a batch: how many bytes there are, and a look at all of them."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 DEEPEST = 20  # levels; a batch that refers to itself ends here
+PAGE_BYTES = 4096
+
+Data: TypeAlias = "Tensor | np.ndarray[Any, Any] | bytes | bytearray"
 
 
-def batch_bytes(batch: Any, depth: int = 0) -> int:
-    """Bytes of the tensors, arrays and byte strings in it, wherever they are."""
-    if isinstance(batch, Tensor):
-        return batch.numel() * batch.element_size()
-    if isinstance(batch, (np.ndarray, np.generic)):
-        return batch.nbytes
-    if isinstance(batch, (bytes, bytearray, memoryview)):
-        return len(batch)
-    if depth < DEEPEST:
-        return sum(batch_bytes(part, depth + 1) for part in _parts(batch))
-    return 0
+def batch_bytes(batch: Any) -> int:
+    """Bytes of the tensors, arrays and byte strings in a batch, wherever they are."""
+    return sum(each.nbytes if isinstance(each, (Tensor, np.ndarray)) else len(each) for each in _data(batch))
+
+
+def look_at(batch: Any) -> None:
+    """Reads from every page, as a training step does: shared pages that nobody has read appear in no process."""
+    for each in _data(batch):
+        if isinstance(each, Tensor) and each.layout is torch.strided and each.device.type == "cpu":
+            each.detach().reshape(-1)[:: max(1, PAGE_BYTES // each.element_size())].clone()
+        elif isinstance(each, np.ndarray):
+            each.reshape(-1)[:: max(1, PAGE_BYTES // max(1, each.itemsize))].copy()
+
+
+def _data(batch: Any, depth: int = 0) -> Iterator[Data]:
+    if isinstance(batch, (Tensor, np.ndarray, bytes, bytearray)):
+        yield batch
+    elif depth < DEEPEST:
+        for part in _parts(batch):
+            yield from _data(part, depth + 1)
 
 
 def _parts(batch: Any) -> list[Any]:
