@@ -1,4 +1,4 @@
-"""`shmloader bench`: are a target's batches torch's, and how fast do they come? Without a target: the transport cases."""
+"""`shmloader bench`: are a target's batches torch's, and how fast do they come? Without target: the transport cases."""
 
 import json
 import warnings
@@ -124,7 +124,7 @@ def _medians(rounds: list[Measurement]) -> tuple[Measurement, ...]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """More workers than cores are tried on purpose."""
+    """More workers than cores are tried on purpose; what cannot be pickled is said in our own words."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
         yield

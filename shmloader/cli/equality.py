@@ -21,6 +21,7 @@ EPOCHS = 2  # that are read, if there is time
 HELD = 2  # batches that are held, as a training may, before each is looked at
 SEED = 20_240_229
 SHOWN_PLACES = 3
+SPAWN_HINT = "\nWorkers that are not forked are sent the data set: define its class at the top level of a module."
 
 Verdict: TypeAlias = Literal["equal", "different", "unrepeatable"]
 
@@ -84,10 +85,12 @@ def compare(recipe: Recipe, workers: int) -> Equality:
     """
     ours = _read(recipe, OURS, workers, MOST_BATCHES)
     if isinstance(ours.failure, UnpicklableBatchError):
-        raise BenchError(f"{ours.failure}\nWith torch's loader, the training would wait for this batch for ever.")
+        text = str(ours.failure).strip().splitlines()[-1].removeprefix("shmloader.errors.UnpicklableBatchError: ")
+        raise BenchError(f"{text}\nWith torch's loader, the training would wait for this batch for ever.")
     theirs = _read(recipe, TORCH, workers, len(ours.items))
     if ours.failure and theirs.failure:
-        raise BenchError(f"the data set cannot be read, with torch's loader either: {explain(theirs.failure)}")
+        hint = SPAWN_HINT if "pickle" in str(theirs.failure) else ""
+        raise BenchError(f"the data set cannot be read, with torch's loader either: {explain(theirs.failure)}{hint}")
     count = min(ours.batches(), theirs.batches())
     changes = list(_changes(ours, theirs))
     if not count and not changes:
@@ -105,8 +108,10 @@ def _read(recipe: Recipe, kind: str, workers: int, most: int) -> Reading:
     items: list[Item] = []
     try:
         with running(recipe.make(kind, workers, **changes)) as run:
-            deadline = time.perf_counter() + MOST_SECONDS
+            deadline = float("inf")
             for item in _items(run):
+                if not items:  # the workers have started, which under spawn takes its time
+                    deadline = time.perf_counter() + MOST_SECONDS
                 items.append(item)
                 if len(items) >= most or time.perf_counter() > deadline:
                     break

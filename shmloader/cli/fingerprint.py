@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shmloader.cli.weigh import insides
+
 DIGEST_BYTES = 16
 SHOWN_ELEMENTS = 8  # of a tensor that is shown itself rather than as a digest
 SHOWN_CHARACTERS = 60
@@ -121,13 +123,12 @@ class _Walk:
     def _tensor(self, value: Tensor, where: str, kind: str, above: Seen) -> None:
         form = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" if not value.is_nested else "nested"
         form += f" on {value.device}" * (value.device.type != "cpu") + " requires_grad" * value.requires_grad
-        plain = value.detach().as_subclass(Tensor)
-        inner = _inner(plain)
-        if inner is None:
-            self._add(Part(where, kind, form, _tensor_value(plain)))
-        else:
+        plain = value.detach() if type(value) is Tensor else value.detach().as_subclass(Tensor)
+        if inside := insides(plain):
             self._add(Part(where, kind, f"{form} {plain.layout}", ""))
-            self.visit(inner, f"{where} (inside)", above)
+            self.visit(inside, f"{where} (inside)", above)
+        else:
+            self._add(Part(where, kind, form, _tensor_value(plain)))
         if type(value) is not Tensor:
             self._attributes(dict(vars(value)), where, above)
 
@@ -154,21 +155,6 @@ def _constant(value: Any) -> str | None:
     if isinstance(value, np.generic) and not value.dtype.hasobject:
         return f"{value.dtype} {value!r} {value.tobytes().hex()[:SHOWN_CHARACTERS]}"
     return _name(value) if isinstance(value, NAMED) else None
-
-
-def _inner(tensor: Tensor) -> Any:
-    """What a tensor consists of whose elements do not simply lie in memory; None for others."""
-    if tensor.is_nested:
-        return list(tensor.unbind())
-    if tensor.is_quantized:
-        return [tensor.int_repr(), str(tensor.qscheme()), tensor.dequantize()]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor.is_coalesced(), tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return None
 
 
 def _tensor_value(tensor: Tensor) -> str:

@@ -117,11 +117,11 @@ class _Meter:
         for _ in range(self._lead):
             batch = next(batches, END)
             if batch is END:
-                self.steady = bool(self.batches)  # an epoch that is shorter than others does not matter
-                return batches
+                break
             self.sizes.append(batch_bytes(batch))
             self._step()
         self._count(batches, time.perf_counter(), time.thread_time(), whole=False)
+        self.steady = self.batches > 0
         return batches
 
     def _whole_epoch(self, run: Run) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 
 import shmloader
 from shmloader.cli.target import BenchError
@@ -57,7 +57,7 @@ class Recipe:
             return self.make(kind, workers), None
         batching = _twin(self.batching, {})
         name = "batch_sampler" if "batch_sampler" in batching else "sampler"
-        endless = Endless(batching[name])
+        endless = Endless(batching.get(name) or SequentialSampler(self.dataset))
         batching[name] = endless
         return self.make(kind, workers, **batching), endless
 
