@@ -70,9 +70,10 @@ def test_runtime_dependencies_are_three_with_lower_bounds_only() -> None:
         assert ">=" in specifier or specifier.startswith("shmloader["), f"{requirement} has no lower bound"
 
 
-def test_the_four_extras_build_on_each_other() -> None:
-    assert set(EXTRAS) == {"cli", "demo", "test", "dev"}
+def test_the_extras_build_on_each_other() -> None:
+    assert set(EXTRAS) == {"cli", "bench", "demo", "test", "dev"}
     assert closure("cli") < closure("demo") < closure("test") < closure("dev")
+    assert closure("cli") < closure("bench") < closure("test")
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
