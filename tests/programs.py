@@ -220,7 +220,7 @@ class Nursery:
         """A program's pid, and what waits for its exit code."""
         self._code = None
         socket.send_fds(self._line, [json.dumps(argv).encode()], [out, err])
-        self._line.settimeout(30.0)  # the first has to wait for the imports
+        self._line.settimeout(40.0)  # the first has to wait for the imports
         return int(self._line.recv(64)), self._wait
 
     def close(self) -> None:

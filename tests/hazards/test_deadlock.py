@@ -176,12 +176,12 @@ def check(batch: torch.Tensor, sizes: list[int], index: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(HELD, OVERSIZE)
-@pytest.mark.parametrize(("large", "held"), [(20 * MIB, 1), (40 * MIB, 3), (62 * MIB, 0), (62 * MIB, 100)])
+@pytest.mark.parametrize(("large", "held"), [(5 * MIB, 1), (10 * MIB, 3), (31 * MIB // 2, 0), (31 * MIB // 2, 100)])
 def test_one_large_batch_among_small_ones_under_a_small_budget(large: int, held: int) -> None:
-    sizes = [MIB] * 8 + [large] + [MIB] * 15 + [large] + [MIB] * 3
+    sizes = [MIB // 4] * 8 + [large] + [MIB // 4] * 15 + [large] + [MIB // 4] * 3
     kept: list[tuple[int, torch.Tensor]] = []
     with within(30):
-        for index, batch in enumerate(DataLoader(Sized(sizes), num_workers=2, memory_limit="64MiB")):
+        for index, batch in enumerate(DataLoader(Sized(sizes), num_workers=2, memory_limit="16MiB")):
             check(batch, sizes, index)
             kept = [*kept, (index, batch)][-held:] if held else []
     for index, batch in kept:
@@ -190,7 +190,7 @@ def test_one_large_batch_among_small_ones_under_a_small_budget(large: int, held:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(HELD, OVERSIZE)
-@pytest.mark.parametrize(("seed", "in_order"), [(0, True), (1, True), (2, False)])
+@pytest.mark.parametrize(("seed", "in_order"), [(1, True), (2, False)])
 def test_ragged_sizes_with_a_budget_of_twice_the_largest(seed: int, in_order: bool) -> None:
     draw = random.Random(seed)
     sizes = [int(2 ** draw.uniform(0, 21)) for _ in range(100)]
@@ -211,8 +211,8 @@ def test_ragged_sizes_with_a_budget_of_twice_the_largest(seed: int, in_order: bo
 @pytest.mark.filterwarnings(HELD, OVERSIZE)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_epoch_that_ends_while_workers_wait_for_space(persistent: bool) -> None:
-    sizes = [MIB] * 4 + [3 * MIB] * 8
-    source = DataLoader(Sized(sizes), num_workers=2, memory_limit="4MiB", persistent_workers=persistent)
+    sizes = [MIB // 4] * 4 + [3 * MIB // 4] * 8
+    source = DataLoader(Sized(sizes), num_workers=2, memory_limit="1MiB", persistent_workers=persistent)
     held = []
     for _ in range(4):
         for index, batch in enumerate(source):
