@@ -134,9 +134,8 @@ def ours() -> DataLoader[Any]:
 
 def careful() -> DataLoader[Any]:
     """Options for the workers."""
-    return DataLoader(
-        Rows(40), 8, num_workers=2, in_order=False, timeout=30, prefetch_factor=3, worker_init_fn=torch.manual_seed
-    )
+    crew = {"timeout": 30, "prefetch_factor": 3, "worker_init_fn": torch.manual_seed}
+    return DataLoader(Rows(40), 8, num_workers=2, in_order=False, **crew)
 
 
 def single() -> DataLoader[Any]:

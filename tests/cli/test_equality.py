@@ -111,10 +111,7 @@ def test_a_fault_shows_beside_what_is_left_to_chance(monkeypatch: pytest.MonkeyP
     [
         (targets.empty, "not one batch"),
         (targets.dropped, "not one batch"),
-        (
-            targets.failing,
-            "cannot be read, with torch's loader either: ValueError: sample 2 is broken (bench_targets.py",
-        ),
+        (targets.failing, "with torch's loader either: ValueError: sample 2 is broken (bench_targets.py"),
         (targets.unpicklable, r"batch[1] cannot be sent to the main process: Can't pickle local object"),
     ],
 )
