@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 
 from shmloader.cli.cases import CASES
 from shmloader.cli.commands import application
+from shmloader.cli.measurement import Measurement
+from shmloader.cli.plot import draw
 from shmloader.cli.recipe import KINDS, OURS
 from shmloader.cli.target import resolve
 from tests.cli.test_commands import EYES
@@ -25,6 +27,7 @@ QUICK = ("--seconds", "0.02", "--rounds", "1")
 @pytest.fixture(autouse=True)
 def little_and_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("shmloader.cli.equality.MOST_BATCHES", 11)  # two epochs of five, and the end of the first
+    monkeypatch.setattr("shmloader.cli.equality.MOST_SECONDS", 60.0)
     monkeypatch.setattr(sys, "path", sys.path[:])
     before = set(sys.modules)
     yield
@@ -39,7 +42,16 @@ def bench(*arguments: str) -> tuple[Result, str]:
     return result, " ".join(EYES.sub(" ", result.output).split())
 
 
+@pytest.fixture(scope="module")
+def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Matplotlib keeps the files of its fonts open: that is no leak of a test."""
+    draw(
+        [Measurement(OURS, 0, 1.0, None, 1.0, 0.5, 0.1, None, steady=True)], "", tmp_path_factory.mktemp("p") / "p.png"
+    )
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_fonts")
 def test_a_target_is_compared_measured_written_and_drawn(tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     files = ("--json", str(figures), "--plot", str(picture))

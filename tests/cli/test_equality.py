@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow  # each starts worker processes two or three times
 @pytest.fixture(autouse=True)
 def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmloader.cli.equality.MOST_BATCHES", 15)
+    monkeypatch.setattr("shmloader.cli.equality.MOST_SECONDS", 60.0)
 
 
 def recipe_of(target: Any) -> Recipe:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shmloader.cli import footprint
@@ -32,9 +30,24 @@ class Once(IterableDataset[Any]):
         return self.samples
 
 
-def sleeps(index: int) -> Any:
-    time.sleep(0.01)
-    return torch.zeros(250), index
+class Clock:
+    """Stands in for the module `time`: it moves only when somebody works or sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    thread_time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def work(self, index: int) -> int:
+        """A sample that takes 10 ms."""
+        self.now_s += 0.01
+        return index
 
 
 def test_rates_follow_from_each_other() -> None:
@@ -46,10 +59,16 @@ def test_rates_follow_from_each_other() -> None:
     assert (found.extra_bytes is None) == (not footprint.readable())
 
 
-def test_who_waits_is_told_apart() -> None:
-    slow = of_dataset(Made(8, sleeps), 1, None)
-    assert measure(slow, TORCH, 0, QUICK).waiting > 0.9
-    assert measure(of_dataset(Rows(8), 1, None), TORCH, 0, Terms(0.05, step_s=0.01)).waiting < 0.1
+@pytest.mark.parametrize(("step_s", "waiting", "rate"), [(0.0, 1.0, 100.0), (0.01, 0.5, 50.0), (0.03, 0.25, 25.0)])
+def test_waiting_and_rate_are_those_of_the_clock(
+    step_s: float, waiting: float, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("shmloader.cli.measurement.time", clock)
+    found = measure(of_dataset(Made(8, clock.work), 1, None), TORCH, 0, Terms(seconds=2.0, step_s=step_s))
+    assert found.waiting == pytest.approx(waiting)
+    assert found.batches_per_s == pytest.approx(rate)
+    assert found.thread_cpu_s == pytest.approx(1 / rate)
 
 
 @pytest.mark.slow
