@@ -76,7 +76,7 @@ def run(settings: Settings, out: Console, progress: Console) -> Report:
     recipe = _recipe(settings)
     counts = settings.workers or _worker_counts(recipe)
     with _quiet(), Bar(progress, 1 + settings.rounds * len(counts) * len(KINDS)) as bar:
-        bar.doing(f"comparing with torch's batches, {max(counts)} workers")
+        bar.doing(f"comparing with torch's batches, num_workers={max(counts)}")
         equality = compare(recipe, max(counts))
         show_equality(equality, recipe.notes, out)
         if equality.failed:
@@ -106,7 +106,7 @@ def _rounds(recipe: Recipe, counts: tuple[int, ...], settings: Settings, bar: Ba
     for number in range(settings.rounds):
         for workers in counts:
             for kind in list(KINDS)[:: -1 if number % 2 else 1]:
-                bar.doing(f"round {number + 1} of {settings.rounds}: {kind}, {workers} workers")
+                bar.doing(f"round {number + 1} of {settings.rounds}: {kind}, num_workers={workers}")
                 try:
                     yield measure(recipe, kind, workers, terms)
                 except BenchError:

@@ -1,6 +1,7 @@
 """One loader at one number of workers: how fast its batches come, who waits, and what it takes."""
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from shmloader.cli.target import BenchError
 from shmloader.cli.weigh import batch_bytes, look_at
 
 LEAD = 2  # batches that are not counted, where the workers are not given more ahead
+SETTLE_S = 0.2  # from the first batch, where epochs do not end: some workers may still be starting
 LEAST = 2  # batches that are counted, and twice as many as there are workers, for these deliver in bursts
 PATIENCE = 4  # times the seconds asked for, until what was counted so far has to do
 LOOKS = 3  # batches after the timed ones at which the memory is looked at
@@ -48,7 +50,7 @@ def measure(recipe: Recipe, kind: str, workers: int, terms: Terms) -> Measuremen
     gc.collect()
     before = footprint.tree_bytes() if footprint.readable() else None
     loader, endless = recipe.endless(kind, workers)
-    meter = _Meter(terms, ahead=workers * (loader.prefetch_factor or 0))
+    meter = _Meter(terms, workers * (loader.prefetch_factor or 0), SETTLE_S if endless and workers else 0.0)
     with running(loader) as run:
         batches = meter.run(run)
         diagnosis = _diagnosis(loader) if kind == OURS else None
@@ -90,7 +92,7 @@ def median(rounds: Sequence[Measurement]) -> Measurement:
 class _Meter:
     """Counts and times batches, over as many epochs as it takes."""
 
-    def __init__(self, terms: Terms, ahead: int) -> None:
+    def __init__(self, terms: Terms, ahead: int, settle_s: float) -> None:
         self.batches = 0
         self.took_s = self.waited_s = self.cpu_s = 0.0
         self.sizes: list[int] = []
@@ -98,6 +100,7 @@ class _Meter:
         self._terms = terms
         self._lead = max(LEAD, ahead)
         self._least = max(LEAST, ahead)
+        self._settle_s = settle_s
         self._give_up_at = 0.0
 
     def run(self, run: Run) -> Iterator[Any]:
@@ -114,12 +117,16 @@ class _Meter:
     def _epoch(self, run: Run) -> Iterator[Any]:
         """Counts what comes after the batches that the workers were given before the first was asked for."""
         batches = run.begin()
-        for _ in range(self._lead):
+        settled_at = 0.0
+        for number in itertools.count():
             batch = next(batches, END)
             if batch is END:
                 break
             self.sizes.append(batch_bytes(batch))
             self._step()
+            settled_at = settled_at or time.perf_counter() + self._settle_s
+            if number + 1 >= self._lead and time.perf_counter() >= settled_at:
+                break
         self._count(batches, time.perf_counter(), time.thread_time(), whole=False)
         self.steady = self.batches > 0
         return batches

@@ -60,7 +60,7 @@ def _cells(each: Measurement, theirs: Measurement) -> list[str]:
 
 def cases_table(results: Sequence[Result], workers: int) -> Table:
     """A line for each transport case."""
-    title = f"{workers} workers, medians of alternating rounds; CPU ms: of the training thread, a batch"
+    title = f"{workers} workers, medians of alternating rounds; CPU ms: of the training thread"
     table = Table("case", title=title, **PLAIN)
     for heading in ("torch", "CPU ms", "no workers", "shmloader", "GB/s", "CPU ms", "over torch", "over none"):
         table.add_column(heading, justify="right")
