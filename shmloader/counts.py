@@ -73,7 +73,9 @@ class Alive:
         """From now on, ``buffer`` counts until nobody refers to it."""
         if len(self._buffers) % self._MOST_DEAD == self._MOST_DEAD - 1:
             self._buffers = [*self._living()]
-        self._buffers.append((weakref.ref(buffer), nbytes))
+        # Arrays that are built on a view refer to what the view is of.
+        owner = getattr(buffer, "base", None)
+        self._buffers.append((weakref.ref(buffer if owner is None else owner), nbytes))
 
     def _living(self) -> Iterator[tuple[weakref.ref[Any], int]]:
         return ((ref, nbytes) for ref, nbytes in tuple(self._buffers) if ref() is not None)

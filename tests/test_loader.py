@@ -441,52 +441,6 @@ def test_a_copy_in_the_middle_of_an_epoch_leaves_the_epoch_alone() -> None:
     loader.close()
 
 
-# -- stats ------------------------------------------------------------------------------------------------------
-
-
-def test_before_anything_there_is_nothing_to_report() -> None:
-    stats = DataLoader(Rows(8), num_workers=1).stats()
-    assert not any(value for name, value in stats.as_dict().items() if name != "cores")
-    assert stats.verdict.kind == "balanced"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_counted_while_they_are_delivered(workers: int) -> None:
-    loader = DataLoader(Rows(8), 2, num_workers=workers)
-    for count, (x, y) in enumerate(loader, 1):
-        stats = loader.stats()
-        assert stats.batches == count
-        assert stats.bytes == (count * (x.nbytes + y.nbytes) if workers else 0)
-        assert stats.workers == workers
-    assert loader.stats().wait_s > 0
-    list(loader)
-    assert loader.stats().batches == 4, "of the last epoch"
-
-
-def test_a_read_out_is_frozen_and_goes_out_flat() -> None:
-    loader = DataLoader(Rows(8, 1024), 2, num_workers=1)
-    iterator = iter(loader)
-    held = next(iterator), next(iterator)
-    stats = loader.stats()
-    with pytest.raises(AttributeError):
-        stats.batches = 7  # type: ignore[misc]
-    list(iterator)
-    assert stats.batches == 2
-    assert stats.slots["LEASED"] == len(held)
-    assert sum(stats.slot_bytes.values()) == stats.pool_bytes
-    flat = stats.as_dict()
-    assert flat["slots/LEASED"] == 2
-    assert flat["batches"] == 2
-    assert all(isinstance(value, (int, float)) for value in flat.values())
-
-
-def test_the_last_epoch_can_still_be_read_after_closing() -> None:
-    with DataLoader(Rows(8), 2, num_workers=1) as loader:
-        list(loader)
-    assert loader.stats().batches == 4
-    assert loader.stats().pool_bytes == 0
-
-
 # -- closing ----------------------------------------------------------------------------------------------------
 
 
