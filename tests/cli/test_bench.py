@@ -28,6 +28,7 @@ QUICK = ("--seconds", "0.02", "--rounds", "1")
 def little_and_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("shmloader.cli.equality.MOST_BATCHES", 11)  # two epochs of five, and the end of the first
     monkeypatch.setattr("shmloader.cli.equality.MOST_SECONDS", 60.0)
+    monkeypatch.setattr("shmloader.cli.measurement.LOOKS", 1)
     monkeypatch.setattr(sys, "path", sys.path[:])
     before = set(sys.modules)
     yield

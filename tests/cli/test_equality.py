@@ -79,7 +79,7 @@ def test_a_difference_is_told_with_its_place(
     change: Callable[[Any], Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, OURS, altered(change))
-    equality = compare(recipe_of(Rows(64)), 1)
+    equality = compare(recipe_of(Rows(64)), 0)
     assert equality.verdict == "different"
     assert equality.why.startswith(why)
     assert str(equality).startswith("NOT equal to torch's batches: batch")
@@ -90,19 +90,19 @@ def test_an_epoch_of_another_length_is_a_difference(monkeypatch: pytest.MonkeyPa
         return shmloader.DataLoader(dataset, **{**given, "sampler": range(32)})
 
     monkeypatch.setitem(KINDS, OURS, shorter)
-    equality = compare(recipe_of(Rows(64)), 1)
+    equality = compare(recipe_of(Rows(64)), 0)
     assert equality.why == "batch 1: shmloader has the end of the epoch, torch's loader a batch"
 
 
 def test_what_torch_does_not_repeat_is_not_held_against_ours() -> None:
-    equality = compare(recipe_of(targets.by_chance()), 1)
+    equality = compare(recipe_of(targets.by_chance()), 0)
     assert equality.verdict == "unrepeatable"
     assert equality.why == "torch's own batches differ from run to run, at [0]; all else is equal"
 
 
 def test_a_fault_shows_beside_what_is_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, OURS, altered(lambda batch: [batch[0], batch[1] + 1]))
-    equality = compare(recipe_of(targets.by_chance()), 1)
+    equality = compare(recipe_of(targets.by_chance()), 0)
     assert equality.verdict == "different"
     assert equality.why.startswith("batch 0, at [1]: ")
 
