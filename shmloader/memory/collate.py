@@ -20,10 +20,11 @@ import torch
 from torch.utils.data._utils.collate import default_collate
 
 from shmloader.memory.codec import aligned
+from shmloader.memory.columns import Room
 from shmloader.memory.lease import lease
 from shmloader.memory.pool import private_buffer
 from shmloader.memory.segment import Segment
-from shmloader.memory.stack import Room, stack
+from shmloader.memory.stack import stack
 
 
 class Arena:

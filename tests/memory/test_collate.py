@@ -21,9 +21,9 @@ from shmloader import DataLoader
 from shmloader.memory.budget import PAGE_BYTES
 from shmloader.memory.codec import ALIGN_BYTES
 from shmloader.memory.collate import Arena, allocating_in
+from shmloader.memory.columns import Stacked
 from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import Segment
-from shmloader.memory.stack import Stacked
 from tests.datasets import Items, Made, Rows
 from tests.equal import assert_same
 from tests.nests import DTYPES, Point, Sample, random_array, random_tensor, tagged
