@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -58,6 +59,7 @@ def main(seat: Seat) -> None:
         if seat.forked:
             close_inherited(seat.end)
         watch = _watch_loader(seat)
+        _yield_to_loader()
         torch._C._set_worker_signal_handlers()
         torch.multiprocessing._set_thread_name("pt_data_worker")
         # What was inherited is not garbage; letting the collector walk it would copy every page of it.
@@ -70,6 +72,17 @@ def main(seat: Seat) -> None:
     finally:
         # A second Ctrl-C while the process winds up would print a traceback that helps nobody.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _yield_to_loader() -> None:
+    """Do not interrupt the training process when woken: it has just handed out work, and is about to go on.
+
+    A woken process of the default policy takes the processor at once, often the very one that the waker runs on; one
+    of SCHED_BATCH waits for its turn, and then gets the same share (sched(7)).
+    """
+    with contextlib.suppress(OSError):  # where it must not be changed, it stays as it is
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _watch_loader(seat: Seat) -> int:
