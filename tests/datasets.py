@@ -139,22 +139,22 @@ def seed_and_draws(index: Any) -> tuple[Any, ...]:
     return (index, info.seed if info else None, *draws(index))
 
 
-def environment(index: Any) -> tuple[Any, ...]:
+def environment(index: Any) -> dict[str, Any]:
     """What a data set can see of the process that it runs in."""
     import multiprocessing
 
     process, info = multiprocessing.current_process(), get_worker_info()
     with open("/proc/self/comm") as comm:
         name = comm.read().strip()
-    return (
-        index,
-        torch.get_num_threads(),
-        name,
-        process.daemon,
-        process.name.partition("-")[0],
-        threading.current_thread() is threading.main_thread(),
-        info and (info.id, info.num_workers),
-    )
+    return {
+        "index": index,
+        "threads": torch.get_num_threads(),
+        "name": name,
+        "daemon": process.daemon,
+        "process": process.name.partition("-")[0],
+        "in the main thread": threading.current_thread() is threading.main_thread(),
+        "info": info and (info.id, info.num_workers),
+    }
 
 
 def worker_id(_: Any = None) -> int:

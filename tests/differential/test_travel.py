@@ -17,11 +17,11 @@ from torch.utils.data import (
 
 from shmloader import DataLoader
 from tests.beside import (
+    KINDS,
     WITHOUT_SHRINKING,
     Stock,
     assert_same_epochs,
     both,
-    each_start_method,
     epochs,
 )
 from tests.datasets import (
@@ -60,10 +60,9 @@ class Whatever:
         self.packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3.0), torch.arange(2.0)])
 
 
-@each_start_method
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_batch_of_any_class_travels_in_order_with_identity_and_aliasing(method: str) -> None:
-    workers = 1 if method == "spawn" else 2  # each of which would import torch for seconds
-    options = {"batch_size": 3, "shuffle": True, "num_workers": workers, "collate_fn": Whatever}
+    options = {"batch_size": 3, "shuffle": True, "num_workers": 2, "collate_fn": Whatever}
     mine = epochs(DataLoader, Rows(11), multiprocessing_context=method, **options)
     assert_same(mine, epochs(Stock, Rows(11), **options))  # what torch's come to under fork
     batch = mine[0][0]
@@ -99,13 +98,27 @@ TRAVELLERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def arrived() -> dict[str, list[Any]]:
+    """For each name four pairs of what arrived from ours and from torch's, all from one worker each."""
+    names = [name for name in TRAVELLERS for _ in range(4)]
+    items = [TRAVELLERS[name]() for name in names]
+    mine, its = (epochs(kind, Items(items), 1, num_workers=1, collate_fn=first)[0] for kind in KINDS)
+    found: dict[str, list[Any]] = {name: [] for name in TRAVELLERS}
+    for name, *pair in zip(names, mine, its):
+        found[name].append(pair)
+    return found
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*nested tensors")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "jagged" else []) for name in TRAVELLERS]
-)
-def test_what_a_collate_function_returns_arrives_as_from_torchs_loader(name: str) -> None:
-    items = [TRAVELLERS[name]() for _ in range(4)]
-    assert_same_epochs(lambda: Items(items), 1, num_workers=1, collate_fn=first)
+@pytest.mark.parametrize("name", TRAVELLERS)
+def test_what_a_collate_function_returns_arrives_as_from_torchs_loader(
+    arrived: dict[str, list[Any]], name: str
+) -> None:
+    assert len(arrived[name]) == 4
+    for mine, its in arrived[name]:
+        assert_same(mine, its)
 
 
 BETTER: dict[str, Callable[[], Any]] = {
@@ -155,7 +168,7 @@ def test_names_in_batches_arrive_right_between_batches_of_fixed_layout() -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=6, phases=WITHOUT_SHRINKING)
+@settings(max_examples=5, phases=WITHOUT_SHRINKING)
 @given(st.lists(batches(), min_size=20, max_size=20))
 def test_random_nests_arrive_as_from_torchs_loader(nests: list[Any]) -> None:
     """Forked workers have the nests; the collate function returns one per batch."""
@@ -185,7 +198,7 @@ samples = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=8, phases=WITHOUT_SHRINKING)
+@settings(max_examples=6, phases=WITHOUT_SHRINKING)
 @given(st.lists(samples, min_size=15, max_size=15))
 def test_random_samples_are_collated_as_by_torchs_loader(samples: list[Any]) -> None:
     """One loader for all examples: each batch is one sample, three times."""

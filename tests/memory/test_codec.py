@@ -102,7 +102,7 @@ def visible_bytes(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=75)
 @given(batches())
 def test_a_nest_arrives_through_a_slot_and_through_packed_bytes_as_it_was_sent(batch: Any) -> None:
     assert_same(Slot().carry(batch), batch)
@@ -110,7 +110,7 @@ def test_a_nest_arrives_through_a_slot_and_through_packed_bytes_as_it_was_sent(b
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(plain_batches())
 def test_batches_that_look_alike_arrive_as_they_were_sent_whatever_is_remembered_of_earlier_ones(sent: Any) -> None:
     known: dict[Any, Layout] = {}

@@ -285,7 +285,7 @@ class LedgerLife(RuleBasedStateMachine):
         assert end == self.ledger._top
 
 
-LedgerLife.TestCase.settings = settings(max_examples=100, stateful_step_count=60)
+LedgerLife.TestCase.settings = settings(max_examples=75, stateful_step_count=60)
 TestLedgerLife = pytest.mark.slow(LedgerLife.TestCase)
 
 
