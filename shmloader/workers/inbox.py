@@ -46,12 +46,14 @@ class Inbox:
 
     def take(self) -> Message:
         """The next message; waits for it."""
-        if not self._aside:
-            self._idle_s += self._wait()
-        # Not the first at once: a Stop goes before everything that is still to be done.
-        while self._listen(0):
-            pass
-        return self._aside.popleft() if self._aside else self.take()
+        while True:
+            if not self._aside:
+                self._idle_s += self._wait()
+            # Not the first at once: a Stop goes before everything that is still to be done.
+            while self._listen(0):
+                pass
+            if self._aside:
+                return self._aside.popleft()
 
     def take_grant(self) -> Message:
         """The answer to NEED_SPACE; whatever else arrives meanwhile is set aside in order."""

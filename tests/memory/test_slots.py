@@ -316,6 +316,17 @@ def test_before_any_size_is_known_there_is_no_slot() -> None:
     assert ledger_of().acquire() is None
 
 
+@pytest.mark.parametrize("most_slots", [4, None])
+def test_a_slot_that_may_still_be_carved_is_promised_once(most_slots: int | None) -> None:
+    ledger = ledger_of(4 * PAGE_BYTES, most_slots=most_slots)
+    ledger.learn(100)
+    for taken in range(4):
+        assert [ledger.spares(count) for count in range(5)] == [count < 4 - taken for count in range(5)]
+        slot = acquired(ledger)
+    ledger.apply(slot, E.FAILED)
+    assert [ledger.spares(count) for count in range(3)] == [True, False, False]
+
+
 def test_the_last_slot_freed_is_the_first_handed_out_again() -> None:
     ledger = ledger_of()
     ledger.learn(100)

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _DatasetKind
 
+from shmloader import DataLoader
 from shmloader.memory import codec
 from shmloader.memory.layout import Layout
 from shmloader.memory.rebuild import decode
@@ -25,6 +26,7 @@ from shmloader.workers.inbox import Inbox, Orphaned, Stopped
 from shmloader.workers.payload import Job
 from shmloader.workers.protocol import INLINE_BYTES, NO_LAYOUT, Flag, Message, Tag
 from shmloader.workers.worker import serve
+from tests.datasets import Made
 from tests.faulty import Numbers, Trap
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -478,3 +480,23 @@ def test_a_worker_whose_answers_find_no_room_keeps_reading(line: tuple[Channel, 
     send(main, Tag.FILL, 2)
     assert inbox.take().batch == 2
     assert not inbox.channel.backlog
+
+
+# -- its place among processes ------------------------------------------------------------------------------------
+
+
+def policy(_: int) -> int:
+    """A sample: the scheduling policy of the process that makes it."""
+    return os.sched_getscheduler(0)
+
+
+def idle_policy(_: int) -> None:
+    """A worker_init_fn that knows better."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def test_a_worker_does_not_interrupt_its_loader_unless_the_user_knows_better() -> None:
+    mine = os.sched_getscheduler(0)
+    assert list(DataLoader(Made(1, policy), None, num_workers=1)) == [os.SCHED_BATCH]
+    assert list(DataLoader(Made(1, policy), None, num_workers=1, worker_init_fn=idle_policy)) == [os.SCHED_IDLE]
+    assert os.sched_getscheduler(0) == mine
