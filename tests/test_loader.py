@@ -223,7 +223,6 @@ def test_an_automatic_number_of_workers_is_an_int_and_recognised_again() -> None
     DataLoader(Rows(8), num_workers="auto", persistent_workers=True, prefetch_factor=4)
 
 
-@pytest.mark.filterwarnings("ignore::shmloader.PoolWarning")  # three slots may be too few, depending on who is first
 def test_the_limit_and_the_number_of_slots_hold() -> None:
     limited = DataLoader(Rows(400, 4096), batch_size=4, num_workers=2, memory_limit="1MiB")
     counted = DataLoader(Rows(400, 4096), batch_size=4, num_workers=2, slots=3)

@@ -155,7 +155,7 @@ def test_signals_at_any_time_leave_all_data_right_or_a_broken_iterator(
 
     verdicts = told_by(trials)
     assert False not in verdicts
-    assert verdicts.count(True) > len(verdicts) / 2, "hardly any interruption was survived"
+    assert verdicts.count(True) > len(verdicts) / 4, "hardly any interruption was survived"
 
 
 class Slow(Numbers):
