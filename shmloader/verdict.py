@@ -11,6 +11,8 @@ LITTLE = 0.03
 MUCH = 0.10
 #: A worker that is at work for this share of its time has no time left.
 BUSY = 0.80
+#: A batch that is made faster than this is not worth a worker (benchmarks/transport.py, cases M, S and XS).
+WORTH_A_WORKER_S = 300e-6
 #: Fewer batches say nothing yet.
 LEAST_BATCHES = 8
 
@@ -132,7 +134,14 @@ def _judge_step(seen: Figures, waited: float) -> Verdict:
 
 
 def _judge_in_process(seen: Figures, waited: float) -> Verdict:
+    made_s = seen.wait_s / max(seen.batches - 1, 1)
     text = f"{_percent(waited)} of the time went into making batches in the training process"
+    if waited >= MUCH and made_s < WORTH_A_WORKER_S:
+        return Verdict(
+            "loader",
+            f"{text}, {made_s * 1e6:.0f} µs each: workers would take longer to hand them over; make samples cheaper, "
+            "or fetch a batch of them at a time (__getitems__).",
+        )
     if waited >= MUCH:
         return Verdict("loader", f"{text}: let workers make them (num_workers='auto', or 1 and more).")
     kind: Literal["step", "balanced"] = "step" if waited <= LITTLE else "balanced"

@@ -29,6 +29,7 @@ SLOW = {"batches": 101, "workers": 2, "cores": 8, "hand_over_s": 0.1}
             {"wait_s": 2.0, "step_s": 8.0, "worked_s": 10.0, "held_up_s": 8.0, "oversize_batches": 60},
         ),
         ("loader", "let workers make them", {"workers": 0, "wait_s": 5.0, "step_s": 5.0}),
+        ("loader", "50 µs each", {"workers": 0, "wait_s": 0.005, "step_s": 0.005, "hand_over_s": 0.0}),
         ("step", "no more than that", {"workers": 0, "wait_s": 0.01, "step_s": 5.0}),
         ("balanced", "no more than that", {"workers": 0, "wait_s": 0.3, "step_s": 5.0}),
     ],
