@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -114,8 +115,13 @@ def encode(obj: Any) -> Encoded:
     values = pickle.dumps(outline.values, 5) if outline.values else b""
     if len(values) > MOST_VALUE_BYTES:
         return dismantle(obj)
-    sights = tuple([(WHOLE, number, 0) for number in range(len(regions))])
-    return Encoded(skeleton_of(outline.key), regions, sights, plain=True, values=values)
+    return Encoded(skeleton_of(outline.key), regions, _each_whole(len(regions)), plain=True, values=values)
+
+
+@lru_cache(maxsize=256)
+def _each_whole(count: int) -> tuple[tuple[int, int, int], ...]:
+    """The sights of ``count`` regions, each of which one tensor sees in whole."""
+    return tuple([(WHOLE, number, 0) for number in range(count)])
 
 
 def skeleton_of(key: Hashable) -> bytes:
