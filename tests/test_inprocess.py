@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data.dataloader import DataLoader as Stock
 
 from shmloader import DataLoader
 from shmloader.inprocess import LEAST_RECYCLED_BYTES
-from tests.datasets import Made
+from tests.datasets import Items, Made
 from tests.equal import assert_same
 
 SIDE = 1024  # a float32 tensor of SIDE x SIDE takes 4 MiB
@@ -85,6 +86,18 @@ def test_dropped_batches_are_the_next_ones_memory_in_this_epoch_and_the_next() -
     assert loader.stats().memory.pool == 2 * 2 * 4 * SIDE * SIDE
     loader.close()
     assert loader.stats().memory.pool == 0
+
+
+def test_batches_in_memory_that_is_used_again_cost_no_page_faults() -> None:
+    """Of 40 MiB each, for which the allocator would ask the system anew every time."""
+    iterator = iter(DataLoader(Items([image(1)] * 80), 10))
+    for _ in range(3):
+        batch = next(iterator)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        batch = next(iterator)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < batch.nbytes // resource.getpagesize() / 2, "in five batches, less than half of one's pages"
 
 
 def test_collated_in_inference_mode_batches_are_inference_tensors_as_torchs() -> None:
