@@ -26,6 +26,9 @@ from shmloader.memory.pool import private_buffer
 from shmloader.memory.segment import Segment
 from shmloader.memory.stack import stack
 
+#: So many places in the pool are remembered, each with what writes to it.
+MOST_ROOMS = 64
+
 
 class Arena:
     """The range that the current batch was granted, handed out front to back.
@@ -47,6 +50,7 @@ class Arena:
         #: False once something was kept: from then on batches are collated outside and copied in.
         self.direct = True
         self.offset = self.capacity = self.used = 0
+        self._rooms: dict[int, Room] = {}
 
     @property
     def address(self) -> int:
@@ -82,8 +86,14 @@ class Arena:
         if nbytes > self.capacity - self.used:
             buffer = private_buffer(nbytes)
             return Room(buffer, 0, buffer.ctypes.data)
-        start, self.used = self.used, min(aligned(self.used + nbytes), self.capacity)
-        return Room(self._segment.map, self.offset + start, self._segment.address)
+        offset = self.offset + self.used
+        self.used = min(aligned(self.used + nbytes), self.capacity)
+        room = self._rooms.get(offset)
+        if room is None:
+            if len(self._rooms) >= MOST_ROOMS:
+                self._rooms.clear()
+            room = self._rooms[offset] = Room(self._segment.map, offset, self._segment.address)
+        return room
 
     def _take(self, nbytes: int) -> int | None:
         """Where in the range the next ``nbytes`` go; None if they cannot go there now."""

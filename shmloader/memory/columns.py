@@ -24,20 +24,48 @@ from shmloader.memory.outline import MOST_LEVELS, VALUE, NotPlainError, Outline,
 _NUMBERS = {int: CODES[torch.int64], float: CODES[torch.float64]}
 
 
-class Room(NamedTuple):
-    """Where a batch is to lie: ``offset`` bytes into ``buffer``, which is at ``address``."""
-
-    buffer: Any
-    offset: int
-    address: int
+#: So many blocks' targets are remembered in one room; ragged batches have ever new ones.
+MOST_BLOCKS = 16
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """How the tensors of one outline lie one behind the other."""
+    """How the tensors of one outline lie one behind the other, each with its dtype's code and its shape."""
 
     layout: Layout
     nbytes: int
+    kinds: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class Target(NamedTuple):
+    """Where a column goes: a tensor, and the array on the same bytes where numpy has its dtype."""
+
+    tensor: torch.Tensor
+    array: Any
+
+
+class Room:
+    """Where a batch is to lie: ``offset`` bytes into ``buffer``, which is at ``address``."""
+
+    __slots__ = ("_targets", "address", "buffer", "offset")
+
+    def __init__(self, buffer: Any, offset: int, address: int) -> None:
+        self.buffer, self.offset, self.address = buffer, offset, address
+        self._targets: dict[Block, list[Target]] = {}
+
+    def targets(self, block: Block) -> list[Target]:
+        """What to write a batch of this block to; made once, since batches come to the same rooms again."""
+        known = self._targets.get(block)
+        if known is None:
+            if len(self._targets) >= MOST_BLOCKS:
+                self._targets.clear()
+            places = zip(block.layout.spans, block.kinds)
+            known = self._targets[block] = [self._target(span.offset, *kind) for span, kind in places]
+        return known
+
+    def _target(self, start: int, code: int, shape: tuple[int, ...]) -> Target:
+        tensor = tensor_on(self.buffer, self.offset + start, code, shape)
+        return Target(tensor, tensor.numpy() if NUMPY[code] is not None else None)
 
 
 class Stacked(Encoded):
@@ -73,7 +101,7 @@ class Columns:
 
     def __init__(self, samples: Sequence[Any]) -> None:
         #: For each tensor of the batch: what writes it, what of, its dtype's code and its shape.
-        self.leaves: list[tuple[Callable[..., None], Any, int, tuple[int, ...]]] = []
+        self.leaves: list[tuple[Callable[[Any, Target], None], Any, int, tuple[int, ...]]] = []
         self._values: list[Any] = []
         self.key = self._walk(samples, MOST_LEVELS)
         self.values = pickle.dumps(self._values, 5) if self._values else b""
@@ -88,8 +116,8 @@ class Columns:
         """
         block = _blocks.get(self.key) or self._lay_out()
         room = find_room(block.nbytes)
-        for (write, column, code, shape), span in zip(self.leaves, block.layout.spans):
-            write(column, room.buffer, room.offset + span[1], code, shape)
+        for (write, column, _, _), target in zip(self.leaves, room.targets(block)):
+            write(column, target)
         return Stacked(block, room, self.values)
 
     def exact(self) -> bool:
@@ -109,7 +137,8 @@ class Columns:
             spans.append(Span(WHOLE, start, end - start, 0))
         if len(_blocks) >= MOST_SKELETONS:
             _blocks.clear()
-        block = _blocks[self.key] = Block(Layout(skeleton_of(self.key), tuple(spans), plain=True), end)
+        kinds = tuple([(code, shape) for _, _, code, shape in self.leaves])
+        block = _blocks[self.key] = Block(Layout(skeleton_of(self.key), tuple(spans), plain=True), end, kinds)
         return block
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -187,7 +216,7 @@ class Columns:
             self._note(_write_tensor, tensor, CODES[tensor.dtype], tuple(tensor.shape))
         return key
 
-    def _note(self, write: Callable[..., None], column: Any, code: int, shape: tuple[int, ...]) -> Any:
+    def _note(self, write: Callable[[Any, Target], None], column: Any, code: int, shape: tuple[int, ...]) -> Any:
         if 0 in shape:
             raise NotPlainError
         self.leaves.append((write, column, code, shape))
@@ -200,20 +229,19 @@ _blocks: dict[Hashable, Block] = {}
 # -- writing ----------------------------------------------------------------------------------------------------
 
 
-def _write_tensors(column: Any, buffer: Any, offset: int, code: int, shape: tuple[int, ...]) -> None:
-    torch.stack(column, 0, out=tensor_on(buffer, offset, code, shape))
+def _write_tensors(column: Any, target: Target) -> None:
+    torch.stack(column, 0, out=target.tensor)
 
 
-def _write_numbers(column: Any, buffer: Any, offset: int, code: int, shape: tuple[int, ...]) -> None:
-    out: np.ndarray[Any, Any] = np.ndarray(shape, NUMPY[code], buffer, offset)
-    out[:] = column  # a tenth of torch.tensor(column)
+def _write_numbers(column: Any, target: Target) -> None:
+    target.array[:] = column  # a tenth of torch.tensor(column)
 
 
-def _write_arrays(column: Any, buffer: Any, offset: int, code: int, shape: tuple[int, ...]) -> None:
-    out: np.ndarray[Any, Any] = np.ndarray(shape, NUMPY[code], buffer, offset)
+def _write_arrays(column: Any, target: Target) -> None:
+    out = target.array
     for number, array in enumerate(column):
         out[number] = array
 
 
-def _write_tensor(tensor: torch.Tensor, buffer: Any, offset: int, code: int, shape: tuple[int, ...]) -> None:
-    tensor_on(buffer, offset, code, shape).copy_(tensor)
+def _write_tensor(tensor: torch.Tensor, target: Target) -> None:
+    target.tensor.copy_(tensor)

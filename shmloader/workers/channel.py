@@ -130,8 +130,12 @@ class Channel:
     def receive(self) -> Message | None:
         """The next message, or None if none has arrived whole."""
         while True:
+            fd = -1
             try:
-                length, fd = self._read()
+                if self.expects_fd:
+                    length, fd = self._receive_with_fd()
+                else:
+                    length = self._receive_into(self._buffer)
             except BlockingIOError:
                 return None
             except ConnectionResetError:
@@ -139,13 +143,17 @@ class Channel:
                 continue
             if length == 0:
                 raise EOFError("the other side is gone")
-            message = self._assemble(length, fd)
-            if message is not None:
-                return message
+            if self._partial is None:
+                # Not by its constructor, which takes three times as long.
+                body = bytes(self._view[HEAD.size : length]) if length > HEAD.size else b""
+                message: Message = tuple.__new__(Message, (*HEAD.unpack_from(self._buffer), body, fd))
+                if not message[1] & Flag.LONG:
+                    return message
+                self._partial = (message, bytearray(), _LENGTH.unpack(body)[0])
+            elif (whole := self._continue(length)) is not None:
+                return whole
 
-    def _read(self) -> tuple[int, int]:
-        if not self.expects_fd:
-            return self._receive_into(self._buffer), -1
+    def _receive_with_fd(self) -> tuple[int, int]:
         length, ancillary, _, _ = self._socket.recvmsg_into(
             [self._buffer], socket.CMSG_SPACE(array.array("i").itemsize)
         )
@@ -153,17 +161,6 @@ class Channel:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 return length, array.array("i", data[:4])[0]
         return length, -1
-
-    def _assemble(self, length: int, fd: int) -> Message | None:
-        if self._partial is not None:
-            return self._continue(length)
-        body = bytes(self._view[HEAD.size : length]) if length > HEAD.size else b""
-        # Not by its constructor, which takes three times as long.
-        message: Message = tuple.__new__(Message, (*HEAD.unpack_from(self._buffer), body, fd))
-        if message.flags & Flag.LONG:
-            self._partial = (message, bytearray(), _LENGTH.unpack(body)[0])
-            return None
-        return message
 
     def _continue(self, length: int) -> Message | None:
         assert self._partial is not None

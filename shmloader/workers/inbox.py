@@ -41,19 +41,18 @@ class Inbox:
     @property
     def spent(self) -> tuple[float, float, float]:
         """Seconds since the beginning: at work, waiting in :meth:`take`, waiting in :meth:`take_grant`."""
-        waited = self._idle_s + self._held_up_s
-        return time.perf_counter() - self._begun - waited, self._idle_s, self._held_up_s
+        idle_s, held_up_s = self._idle_s, self._held_up_s
+        return time.perf_counter() - self._begun - idle_s - held_up_s, idle_s, held_up_s
 
     def take(self) -> Message:
         """The next message; waits for it."""
-        while True:
-            if not self._aside:
-                self._idle_s += self._wait()
-            # Not the first at once: a Stop goes before everything that is still to be done.
-            while self._listen(0):
-                pass
-            if self._aside:
-                return self._aside.popleft()
+        aside = self._aside
+        # Everything that is there, not the first at once: a Stop goes before all that is still to be done.
+        self._read()
+        while not aside:
+            self._idle_s += self._wait()
+            self._read()
+        return aside.popleft()
 
     def take_grant(self) -> Message:
         """The answer to NEED_SPACE; whatever else arrives meanwhile is set aside in order."""
@@ -63,31 +62,29 @@ class Inbox:
                     self._aside.remove(message)
                     return message
             self._held_up_s += self._wait()
+            self._read()
+
+    def _read(self) -> None:
+        """Set aside what has come, and send what waits for room."""
+        channel, aside = self.channel, self._aside
+        try:
+            if channel.backlog:
+                channel.flush()
+            receive = channel.receive
+            while (message := receive()) is not None:
+                if message[0] == Tag.STOP:
+                    raise Stopped
+                aside.append(message)
+        except EOFError:
+            raise Orphaned from None
 
     def _wait(self) -> float:
-        """Wait until something has come and read it; returns how many seconds that took."""
-        started = time.perf_counter()
-        self._listen(None)
-        return time.perf_counter() - started
-
-    def _listen(self, timeout_ms: int | None) -> bool:
-        """Read a message, if one has come; returns whether there was anything to do."""
-        channel = self.channel
+        """Wait until something has come, or may be sent; returns how many seconds that took."""
+        channel, started = self.channel, time.perf_counter()
         if channel.backlog or self._clogged:
             self._clogged = channel.backlog
             self._poller.register(channel.fileno(), select.POLLIN | (select.POLLOUT if self._clogged else 0))
-        ready = self._poller.poll(timeout_ms)
-        if not ready:
-            return False
-        if any(fd == self._watch for fd, _ in ready):
-            raise Orphaned
-        try:
-            channel.flush()
-            message = channel.receive()
-        except EOFError:
-            raise Orphaned from None
-        if message is not None:
-            if message.tag == Tag.STOP:
-                raise Stopped
-            self._aside.append(message)
-        return True
+        for fd, _ in self._poller.poll():
+            if fd == self._watch:
+                raise Orphaned
+        return time.perf_counter() - started

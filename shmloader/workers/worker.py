@@ -149,7 +149,7 @@ class _Bench:
             self._take_job(job.open() if isinstance(job, Unopened) else job)
         except Exception:
             self._set_up_error = ExceptionWrapper(where=self._where)
-        self._send(Tag.HELLO)
+        self._send_for(Message(Tag.RESUME), Tag.HELLO)
 
     def _take_job(self, job: Job) -> None:
         self._job = job
@@ -181,7 +181,7 @@ class _Bench:
                 self._resume()
         while self._arena.returned:
             offset, _ = self._arena.returned.popleft()
-            self._send(Tag.LET_GO, offset=offset)
+            self._send_for(message, Tag.LET_GO, offset=offset)
 
     def _resume(self) -> None:
         self._ended = False
@@ -312,22 +312,9 @@ class _Bench:
         body: bytes = b"",
         fd: int = -1,
     ) -> None:
-        self._send(tag, flags, layout, message.epoch, message.batch, offset, size, body, fd)
-
-    def _send(
-        self,
-        tag: int,
-        flags: int = Flag.NONE,
-        layout: int = NO_LAYOUT,
-        epoch: int = 0,
-        batch: int = 0,
-        offset: int = 0,
-        size: int = 0,
-        body: bytes = b"",
-        fd: int = -1,
-    ) -> None:
+        inbox = self._inbox
         try:
-            self._inbox.channel.send(tag, flags, layout, epoch, batch, offset, size, body, fd, self._inbox.spent)
+            inbox.channel.send(tag, flags, layout, message[3], message[4], offset, size, body, fd, inbox.spent)
         except EOFError:
             raise Orphaned from None
 
