@@ -198,7 +198,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         try:
             while self._withheld is None:
                 self._pool.reclaim()
-                self._serve_needs()
+                if self._pump.needy:
+                    self._serve_needs()
                 task = self._due()
                 if task is not None:
                     self._hand_over(task)
@@ -234,8 +235,6 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         return next(iter(tasks), -1)
 
     def _serve_needs(self) -> None:
-        if not self._pump.needy:
-            return
         refused = self._pump.serve_needs(self._lowest(), self._in_order)
         if refused is not None and not self._in_order:
             self._arrived.append(refused.batch)
@@ -243,7 +242,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _hand_over(self, task: Task) -> None:
         self._turns.delivered(task.worker)
         outcome = _Outcome(error=self._pump.fail(task)) if task.error is not None else self._deliver(task)
-        self._serve_needs()
+        if self._pump.needy:
+            self._serve_needs()
         # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile. Should the sampler
         # raise, the batch is not lost with it: the next call delivers it.
         self._withheld = outcome

@@ -105,7 +105,8 @@ class Pump:
         self.tasks: dict[int, Task] = {}
         #: Tasks that a worker still has to answer, of this epoch and of ended ones.
         self._owed: dict[tuple[int, int], Task] = {}
-        self._needy: dict[int, Task] = {}
+        #: Tasks whose worker waits for space.
+        self.needy: dict[int, Task] = {}
         #: Tasks that were assigned without a slot, until they get one or do without.
         self._slotless: set[Task] = set()
         self._noticed: set[str] = set()
@@ -121,10 +122,11 @@ class Pump:
         body = codec.pack(indices)
         # Where slots are short, those that come free are for the workers that are going to ask for one: taken by later
         # batches, they would leave the batch that everybody waits for without.
-        slot = self._acquire(0) if self.pool.ledger.spares(len(self._slotless)) else None
+        slotless = self._slotless
+        slot = self._acquire(0) if not slotless or self.pool.ledger.spares(len(slotless)) else None
         task = self.tasks[batch] = self._owed[self.epoch, batch] = Task(batch, self.epoch, worker, indices, slot)
         if slot is None:
-            self._slotless.add(task)
+            slotless.add(task)
         worker.owes += 1
         offset, size = (slot.offset, slot.capacity) if slot else (0, 0)
         worker.send(Tag.FILL, epoch=self.epoch, batch=batch, offset=offset, size=size, body=body)
@@ -135,19 +137,14 @@ class Pump:
         except PoolMemoryError:
             return None
 
-    @property
-    def needy(self) -> bool:
-        """Whether a worker waits for space."""
-        return bool(self._needy)
-
     def serve_needs(self, lowest: int, in_order: bool) -> Task | None:
         """Grant space to workers that wait for it, in order; the ``lowest`` undelivered batch always gets through.
 
         Returns that one if there is no memory for it: it is then settled, by an error.
         """
         refused = None
-        for batch in sorted(self._needy):
-            task = self._needy[batch]
+        for batch in sorted(self.needy):
+            task = self.needy[batch]
             # What comes before it and has not asked yet is going to, and is delivered first.
             ahead = sum(other.batch < batch and not other.needs for other in self._slotless) if in_order else 0
             slot = self._acquire(task.needs) if self.pool.ledger.spares(ahead) or batch == lowest else None
@@ -163,7 +160,7 @@ class Pump:
         return refused
 
     def _grant(self, task: Task, slot: Slot) -> None:
-        del self._needy[task.batch]
+        del self.needy[task.batch]
         self._slotless.discard(task)
         task.needs = 0
         if task.slot is not None:
@@ -185,7 +182,7 @@ class Pump:
 
     def _send_without_slot(self, task: Task) -> None:
         """Nothing can be freed without the consumer: the batch travels in a file of its own, or is refused."""
-        del self._needy[task.batch]
+        del self.needy[task.batch]
         needs, task.needs = task.needs, 0
         left = self._available() - MARGIN_BYTES
         if needs > left:
@@ -247,7 +244,7 @@ class Pump:
             return task
         task.needs = nbytes
         self.pool.ledger.learn(nbytes)
-        self._needy[task.batch] = task
+        self.needy[task.batch] = task
         return None
 
     def _drop(self, task: Task) -> None:
@@ -367,13 +364,13 @@ class Pump:
         Workers still carry out what they hold, or their random streams would leave torch's; what they owe is then
         nobody's, and only frees its slots.
         """
-        for task in self._needy.values():
+        for task in self.needy.values():
             self._drop(task)
         for task in self.tasks.values():
             if task.layout is not None:
                 self._discard(task)
         self.tasks.clear()
-        self._needy.clear()
+        self.needy.clear()
         self.pool.reclaim()
         self.pool.ledger.settle()
         self.epoch += 1
