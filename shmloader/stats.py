@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
@@ -12,6 +13,8 @@ from shmloader.verdict import Verdict, judge
 
 #: Asking the system what a worker holds takes milliseconds: the answer is used again for so many seconds.
 FRESH_S = 1.0
+#: So many epochs of one loader may still be going on; what an older one counts is not looked at again.
+MOST_RECENT = 64
 
 
 @dataclass(slots=True)
@@ -19,7 +22,9 @@ class Record:
     """Where a loader finds what its iterators count."""
 
     counts: Counts = field(default_factory=Counts)
+    #: Epochs that have ended, added up, and those that may still be counting: iterators can overlap.
     past: Counts = field(default_factory=Counts)
+    recent: deque[Counts] = field(default_factory=deque)
     workers: int = 0
     private_copies: Alive = field(default_factory=Alive)
     oversize: Alive = field(default_factory=Alive)
@@ -36,16 +41,18 @@ class Record:
 
     def begin(self, counts: Counts) -> None:
         """An epoch begins."""
-        self.past.add(self.counts)
         self.counts = counts
+        self.recent.append(counts)
+        if len(self.recent) > MOST_RECENT:
+            self.past.add(self.recent.popleft())
 
     def snapshot(self, lifetime: bool = False) -> LoaderStats:
         """The frozen read-out of this moment."""
         counts, slots = self.counts, self.slots()
         if lifetime:
             counts = Counts()
-            counts.add(self.past)
-            counts.add(self.counts)
+            for epoch in (self.past, *self.recent):
+                counts.add(epoch)
         return LoaderStats(
             **{name: getattr(counts, name) for name in SUMS},
             copies=dict(counts.copies),

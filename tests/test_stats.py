@@ -14,6 +14,7 @@ import torch
 
 import shmloader
 from shmloader import DataLoader
+from shmloader.stats import MOST_RECENT
 from tests.datasets import Made, Rows
 
 PATIENCE_S = 60
@@ -78,6 +79,18 @@ def test_lifetime_adds_up_all_epochs_of_all_iterators() -> None:
 def slow(index: int) -> torch.Tensor:
     time.sleep(0.01)
     return torch.zeros(1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("epochs", [2, MOST_RECENT + 3])
+def test_lifetime_counts_what_overlapping_iterators_deliver(workers: int, epochs: int) -> None:
+    if workers:
+        epochs = min(epochs, 3)  # processes are dear, and the read-out does not see the difference
+    loader = DataLoader(Rows(4), 2, num_workers=workers)
+    iterators = [iter(loader) for _ in range(epochs)]
+    assert len(list(zip(*iterators, strict=True))) == 2
+    counted = min(epochs, MOST_RECENT)
+    assert loader.stats(lifetime=True).batches == 2 * counted
 
 
 def test_a_slow_data_set_is_told_from_a_slow_step() -> None:
