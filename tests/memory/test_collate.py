@@ -20,8 +20,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from shmloader import DataLoader
 from shmloader.memory.budget import PAGE_BYTES
 from shmloader.memory.codec import ALIGN_BYTES
-from shmloader.memory.collate import Arena, allocating_in
-from shmloader.memory.columns import Stacked
+from shmloader.memory.collate import MOST_ROOMS, Arena, allocating_in
+from shmloader.memory.columns import MOST_BLOCKS, Stacked
 from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import Segment
 from tests.datasets import Items, Made, Rows
@@ -266,6 +266,34 @@ def test_samples_are_stacked_exactly_as_torch_collates_them(samples: list[Any]) 
         assert mine == theirs
     else:
         assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("places", [3, MOST_ROOMS + 5])
+@pytest.mark.parametrize("shapes", [2, MOST_BLOCKS + 3])
+def test_batches_of_any_shape_come_to_the_same_places_again_and_again(places: int, shapes: int) -> None:
+    arena = arena_of()
+    for turn in range(2 * max(places, shapes)):
+        arena.open(turn % places * 1024, 1024)
+        size = turn % shapes + 1
+        samples = [(torch.full((size,), turn + n, dtype=torch.bfloat16), np.ones(size) * n, turn) for n in range(2)]
+        assert_same(collate_in(arena, samples), default_collate(samples))
+
+
+@pytest.mark.parametrize(
+    "culprit", [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(2, requires_grad=True)]
+)
+def test_samples_that_do_not_go_together_leave_no_trace_in_the_next_batch(culprit: torch.Tensor) -> None:
+    arena, plain = arena_of(), [torch.zeros(2), torch.ones(2)]
+    assert_same(collate_in(arena, plain), default_collate(plain))
+    for samples in ([torch.ones(2), culprit], plain):
+        arena.open(arena.offset, arena.capacity)
+        with as_in_a_worker(), allocating_in(arena):
+            made = outcome(lambda its: built(arena.collating(default_collate)(its)), samples)
+        expected = torchs(samples)
+        if is_error(expected):
+            assert is_error(made)
+        else:
+            assert_same(made, expected)
 
 
 def test_a_column_of_mixed_numbers_is_not_judged_by_its_first() -> None:

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import multiprocessing.process
 import os
+import select
 import signal
 import socket
 import threading
@@ -201,6 +202,43 @@ def test_answers_come_in_the_order_of_the_fills(hire: Callable[..., Crew]) -> No
         order(crew, 0, batch, [batch])
     heard = hear(crew, 5)
     assert [message.batch for _, message in heard if message is not None] == list(range(5))
+
+
+def test_after_a_brief_wait_the_next_gives_way_before_it_sleeps(
+    hire: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = hire(Numbers(8))
+    until(crew, WorkerState.SERVING)
+    turns: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: turns.append(None))
+    monkeypatch.setattr(crews, "GIVE_WAY_S", 1e-3)
+
+    monkeypatch.setattr(crews, "BRIEF_S", 0.0)
+    assert crew.wait(0.002) == []  # whatever came before, it counts as long
+    turns.clear()
+    assert crew.wait(0.002) == []
+    assert not turns
+
+    monkeypatch.setattr(crews, "BRIEF_S", PATIENCE_S)
+    assert crew.wait(0.002) == []  # not brief before, but brief now
+    assert not turns
+    assert crew.wait(0.0) == []  # who does not want to wait does not give way either
+    assert not turns
+    assert crew.wait(0.002) == []
+    assert turns
+
+
+def test_what_comes_while_it_gives_way_is_heard(hire: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = hire(Numbers(8))
+    until(crew, WorkerState.SERVING)
+    channel = crew.workers[0].channel
+    monkeypatch.setattr(os, "sched_yield", lambda: select.select([channel], [], [], PATIENCE_S))
+    monkeypatch.setattr(crews, "BRIEF_S", PATIENCE_S)
+    crew.wait(0.001)
+    order(crew, 0, 5, [1])
+    [(_, message)] = crew.read(crew.wait(None))
+    assert message is not None
+    assert (message.tag, message.batch) == (Tag.FILLED, 5)
 
 
 def test_what_a_worker_had_said_is_heard_before_its_end(hire: Callable[..., Crew]) -> None:
