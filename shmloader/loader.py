@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from copy import copy as shallow_copy
 from typing import Any, TypeVar
 
 import torch.utils.data
@@ -25,6 +27,8 @@ from shmloader.tuning.auto import AutoWorkers, check_max_workers, choose_workers
 from shmloader.workers.seeding import own_generators
 
 T_co = TypeVar("T_co", covariant=True)
+
+_warned_of_daemon = False
 
 #: torch's own loader, whatever its name is bound to by the time that somebody asks.
 TorchLoader = torch.utils.data.DataLoader
@@ -134,6 +138,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # -- iterating ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> _BaseDataLoaderIter:
+        if isinstance(self._iterator, InProcessIter):
+            self._iterator = None  # persistent workers that could not be had: nothing persists
         if isinstance(self._iterator, ShmIter) and self._iterator.spent:
             # Closed, broken off in the middle of a step, or a worker died: start afresh.
             self._iterator._shutdown_workers()
@@ -152,10 +158,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             _warn_of_generators(self.dataset)
         if self.num_workers == 0:
             return InProcessIter(self, terms, _home(self).recycler)
+        if multiprocessing.current_process().daemon:
+            return InProcessIter(self._without_workers(), terms, _home(self).recycler)
         self.check_worker_number_rationality()
         iterator = ShmIter(self, terms)
         _home(self).iterators.add(iterator)
         return iterator
+
+    def _without_workers(self) -> DataLoader[T_co]:
+        """This loader for a process that may have no children; torch's raises an error there."""
+        global _warned_of_daemon
+        if not _warned_of_daemon:
+            _warned_of_daemon = True
+            text = "this process is daemonic (another loader's worker?) and may have no workers of its own; "
+            warnings.warn(text + "batches are made in the process itself", PlatformWarning, stacklevel=3)
+        alone = shallow_copy(self)
+        alone.num_workers, alone.timeout = 0, 0
+        return alone
 
     # -- reading and closing -----------------------------------------------------------------------------------
 
