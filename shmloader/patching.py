@@ -140,7 +140,16 @@ class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
 _STAND_INS: dict[type, type] = {TorchLoader: DataLoader, _MultiProcessingDataLoaderIter: MultiProcessingIter}
 
 
-def patch_torch(*, num_workers: int | str | None = None, force: bool = False, **options: Any) -> None:
+def patch_torch(
+    *,
+    num_workers: int | str | None = None,
+    force: bool = False,
+    memory_limit: int | str | None = None,
+    slots: int | None = None,
+    seeding: str | None = None,
+    max_workers: int | None = None,
+    copy: bool = False,
+) -> None:
     """From now on, let torch's ``DataLoader`` be shmloader's, wherever in this process its name is used.
 
     That is ``torch.utils.data.DataLoader`` and every module's global that refers to it, in modules that are imported
@@ -151,13 +160,15 @@ def patch_torch(*, num_workers: int | str | None = None, force: bool = False, **
         num_workers: instead of the number that a loader asks for, if it asks for workers and its data set is
             map-style: an int of 1 or more, or ``"auto"``. Default: what it asks for.
         force: ``num_workers`` also for iterable data sets, and for loaders that ask for no workers.
-        options: ``memory_limit``, ``slots``, ``seeding``, ``max_workers``, ``copy``: for every loader that is made by
-            torch's name and does not say so itself.
+        memory_limit, slots, seeding, max_workers, copy: as of :class:`shmloader.DataLoader`, for every loader that is
+            made by torch's name and does not say so itself.
 
     Raises:
         TypeError, ValueError: as :class:`shmloader.DataLoader` would for these options; then nothing is patched.
     """
-    _apply(_Patch(_checked(num_workers), force, _checked_options(options)))
+    options = {"memory_limit": memory_limit, "slots": slots, "seeding": seeding, "max_workers": max_workers}
+    check_options(**options, copy=copy)
+    _apply(_Patch(_checked(num_workers), force, {**options, "copy": copy}))
 
 
 def unpatch_torch() -> None:
@@ -166,10 +177,27 @@ def unpatch_torch() -> None:
 
 
 @contextmanager
-def patched_torch(*, num_workers: int | str | None = None, force: bool = False, **options: Any) -> Iterator[None]:
+def patched_torch(
+    *,
+    num_workers: int | str | None = None,
+    force: bool = False,
+    memory_limit: int | str | None = None,
+    slots: int | None = None,
+    seeding: str | None = None,
+    max_workers: int | None = None,
+    copy: bool = False,
+) -> Iterator[None]:
     """:func:`patch_torch` inside, and what was before afterwards."""
     before = _patch
-    patch_torch(num_workers=num_workers, force=force, **options)
+    patch_torch(
+        num_workers=num_workers,
+        force=force,
+        memory_limit=memory_limit,
+        slots=slots,
+        seeding=seeding,
+        max_workers=max_workers,
+        copy=copy,
+    )
     try:
         yield
     finally:
@@ -189,14 +217,6 @@ def _checked(num_workers: int | str | None) -> int | str | None:
     if isinstance(num_workers, int) and num_workers < 1:
         raise ValueError(f"num_workers must be 1 or more: patching turns no workers off, got {num_workers}")
     return num_workers
-
-
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    unknown = sorted(options.keys() - ours.OPTIONS)
-    if unknown:
-        raise TypeError(f"patch_torch() takes {', '.join(ours.OPTIONS)}, num_workers and force, not {unknown[0]!r}")
-    check_options(**options)
-    return {**options}
 
 
 def _apply(patch: _Patch | None) -> None:

@@ -125,9 +125,7 @@ def test_a_death_says_which_samples_it_came_from() -> None:
 
 def test_a_death_by_an_exception_says_the_exit_code_and_the_exception() -> None:
     trap = Trap("sys.exit(3)", "fetch")
-    with pytest.raises(
-        WorkerDiedError, match=r"with exit code 3\..* It ended with SystemExit: 3\."
-    ):
+    with pytest.raises(WorkerDiedError, match=r"with exit code 3\..* It ended with SystemExit: 3\."):
         list(DataLoader(trap, BATCH, num_workers=1))
 
 
