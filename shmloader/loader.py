@@ -30,6 +30,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 _warned_of_daemon = False
 
+#: Called with every loader whose iterator is made, and its record; for ``shmloader run``.
+watch: Callable[[Any, Record], None] | None = None
+
 #: torch's own loader, whatever its name is bound to by the time that somebody asks.
 TorchLoader = torch.utils.data.DataLoader
 
@@ -153,6 +156,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.num_workers and not segment.supported():
             warnings.warn("no anonymous shared files here; torch's own loader does the work", PlatformWarning, 2)
             return super()._get_iterator()
+        if watch is not None:
+            watch(self, _home(self).record)
         terms = _home(self).terms(self)
         if terms.seed_batches:
             _warn_of_generators(self.dataset)
@@ -342,14 +347,12 @@ def loaders() -> tuple[DataLoader[Any], ...]:
     return tuple(loader for loader in known if isinstance(loader, DataLoader))
 
 
-def record_of(loader: Any) -> Record:
-    """Where the iterators of ``loader``, which need not be ours, count."""
-    return _home(loader).record
-
-
 def terms_of(loader: Any, options: Any) -> Terms:
     """The terms for a loader that is not ours, with options that it does not have itself."""
-    return _home(loader).terms(options)
+    home = _home(loader)
+    if watch is not None:
+        watch(loader, home.record)
+    return home.terms(options)
 
 
 def _forget(key: int) -> None:

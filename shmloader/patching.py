@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from shmloader import loader as ours
 from shmloader.iterator import ShmIter
@@ -25,9 +25,6 @@ from shmloader.loader import TorchLoader, check_options
 from shmloader.memory import segment
 
 T_co = TypeVar("T_co", covariant=True)
-
-#: Called with every loader that is iterated while patched, and its record.
-Watcher = Callable[[Any, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,6 @@ class _Patch:
     num_workers: int | str | None = None
     force: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    watch: Watcher | None = None
     max_batches: int | None = None
 
     def workers(self, dataset: Any, asked: Any) -> Any:
@@ -89,11 +85,6 @@ class DataLoader(ours.DataLoader[T_co], metaclass=_StandsFor):
         length = super().__len__()
         return length if _patch is None or _patch.max_batches is None else min(length, _patch.max_batches)
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
-        if _patch is not None and _patch.watch is not None:
-            _patch.watch(self, ours.record_of(self))
-        return super()._get_iterator()
-
 
 class _First:
     """The first batches of an epoch: all else is the iterator's own."""
@@ -131,8 +122,6 @@ class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
         named = {"memory_limit": None, "slots": None, "seeding": None, "copy": False}
         named |= _patch.options if _patch is not None else {}
         options = SimpleNamespace(num_workers=loader.num_workers, **named)
-        if _patch is not None and _patch.watch is not None:
-            _patch.watch(loader, ours.record_of(loader))
         super().__init__(loader, ours.terms_of(loader, options))
 
 
@@ -204,10 +193,10 @@ def patched_torch(
         _apply(before)
 
 
-def attend(watch: Watcher, max_batches: int | None = None) -> None:
-    """While patched as now, tell ``watch`` of every loader that is iterated, and end epochs after ``max_batches``."""
+def end_epochs_after(max_batches: int | None) -> None:
+    """While patched as now, end the epochs of loaders that are made by torch's name after so many batches."""
     assert _patch is not None
-    _apply(replace(_patch, watch=watch, max_batches=max_batches))
+    _apply(replace(_patch, max_batches=max_batches))
 
 
 def _checked(num_workers: int | str | None) -> int | str | None:
