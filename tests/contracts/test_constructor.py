@@ -85,6 +85,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(st.sampled_from(OPTIONS[name])) for name in ["dataset", *names]}
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(arguments())
 def test_any_arguments_come_to_the_same_loader_or_to_the_same_error(options: dict[str, Any]) -> None:

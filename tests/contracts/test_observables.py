@@ -123,6 +123,7 @@ def test_a_missing_accelerator_is_warned_of_once_for_each_iterator(workers: int,
 # -- lengths ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [2, None])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_a_length_that_was_asked_for_between_epochs_counts_from_the_next_on(
@@ -289,6 +290,7 @@ def test_an_iterator_whose_workers_were_shut_down_may_be_shut_down_and_finalized
         close(loader)
 
 
+@pytest.mark.slow
 def test_a_storm_of_epochs_that_are_only_begun_leaves_nothing() -> None:
     """What is left would be found after the test, by its descriptors, children and mappings."""
     for persistent in (False, True):

@@ -112,6 +112,7 @@ def trace(kind: Any, source: Options, stops: tuple[int, ...], dataset: Any = Non
 WHOLE = 12  # more than any of them has, at least by one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
 def test_every_state_after_every_step_is_what_it_is_with_torch(source: str, workers: int, persistent: bool) -> None:
@@ -196,6 +197,7 @@ def test_a_generator_of_the_loaders_own_seeds_the_workers_as_with_torch(workers:
     both(run)
 
 
+@pytest.mark.slow
 def test_an_epoch_can_be_had_again_from_the_state_before_it() -> None:
     def run(kind: Any) -> list[Any]:
         loader = kind(Made(COUNT, drawn), 2, shuffle=True, num_workers=2)

@@ -34,6 +34,7 @@ HOW: dict[str, Callable[[Log], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @each_persistence
 @pytest.mark.parametrize("how", HOW)
 def test_how_far_ahead_the_sampler_is_pulled_at_every_step_of_whole_and_of_broken_epochs(
@@ -71,6 +72,7 @@ def test_a_batch_sampler_without_batching_hands_lists_to_the_data_set(workers: i
     assert both(run)[0] == 3
 
 
+@pytest.mark.slow
 @each_number_of_workers
 def test_a_data_set_that_fetches_batches_gets_a_list_of_what_the_sampler_yields(workers: int) -> None:
     def run(kind: Any) -> list[Any]:
@@ -86,6 +88,7 @@ def test_a_data_set_that_fetches_batches_gets_a_list_of_what_the_sampler_yields(
 # -- several ranks ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_number_of_workers
 @each_persistence
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -131,6 +134,7 @@ def test_an_epoch_that_is_set_after_iteration_began_counts_as_it_does_in_torchs_
 # -- samplers without end, and samplers that break --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_number_of_workers
 @each_persistence
 def test_a_sampler_without_end_is_pulled_no_further_than_torch_pulls_it(workers: int, persistent: bool) -> None:
@@ -201,6 +205,7 @@ def test_with_workers_torch_loses_a_batch_to_an_error_of_the_sampler_and_we_lose
         assert mine[:9] == [0, 1, 2, "LookupError", 3, 4, 5, 6, "IteratorBrokenError"]
 
 
+@pytest.mark.slow
 @each_persistence
 def test_after_an_error_of_the_sampler_the_next_epoch_is_whole(persistent: bool) -> None:
     class BreaksOnce(Breaks):

@@ -173,6 +173,7 @@ def filtering(kind: Any) -> Any:
     return Filtering
 
 
+@pytest.mark.slow
 @each_number_of_workers
 @each_persistence
 def test_an_iterator_in_another_that_calls_its_finalizer(workers: int, persistent: bool) -> None:
@@ -325,6 +326,7 @@ def prefetching(kind: Any) -> Any:
     return Prefetching
 
 
+@pytest.mark.slow
 @each_number_of_workers
 @each_persistence
 def test_a_loader_with_the_attributes_of_another(workers: int, persistent: bool) -> None:
@@ -395,6 +397,7 @@ def test_a_subclass_of_the_name_that_was_patched(monkeypatch: pytest.MonkeyPatch
 # -- what training loops do to a loader -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_number_of_workers
 @each_persistence
 def test_past_epochs_that_are_only_begun_and_an_end_by_force(workers: int, persistent: bool) -> None:
@@ -427,6 +430,7 @@ def seeded(index: Any) -> Any:
     return seed_and_draws(index) if torch.utils.data.get_worker_info() else index
 
 
+@pytest.mark.slow
 @each_persistence
 def test_a_new_iterator_before_the_old_one_is_dropped(persistent: bool) -> None:
     """As Lightning's and ignite's loops begin an epoch."""
