@@ -1,0 +1,109 @@
+"""What the jobs train on, and how they say what they saw."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import shmloader
+
+#: Set for all processes of a job: the folder for what they tell.
+FOLDER = "SHMLOADER_JOB_FOLDER"
+
+TORCH: Any = torch.utils.data.DataLoader  # under this name also when it is patched
+OURS: Any = shmloader.DataLoader
+SLOTS = 7  # an option that only a loader of ours has
+COUNT, BATCH, WORKERS = 24, 4, 2
+
+#: From a loader class and options for it to what was seen with it.
+Job = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """Points and what a model is to make of them; with ``noise``, a draw from the worker's own generator is added."""
+
+    def __init__(self, count: int = COUNT, *, noise: bool = True) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(count, 6, generator=generator)
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs[index]
+        target = inputs.square().sum(0, keepdim=True)
+        return (inputs + 0.1 * torch.randn(6) if self.noise else inputs), target
+
+
+def model() -> nn.Sequential:
+    """A small network, the same at every call."""
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def optimizer(of: nn.Module) -> torch.optim.Optimizer:
+    """What all jobs train with."""
+    return torch.optim.SGD(of.parameters(), lr=0.05)
+
+
+def options(**more: Any) -> dict[str, Any]:
+    """What all loaders of the jobs are given."""
+    return {"batch_size": BATCH, "num_workers": WORKERS, **more}
+
+
+def outline(batch: Any) -> Any:
+    """Types, dtypes and shapes of a batch, as JSON."""
+    name = f"{type(batch).__module__}.{type(batch).__qualname__}"
+    if isinstance(batch, Tensor):
+        return [name, str(batch.dtype), list(batch.shape)]
+    if hasattr(batch, "items"):
+        return [name, {key: outline(value) for key, value in batch.items()}]
+    return [name, [outline(part) for part in batch]]
+
+
+def workers_alive() -> int:
+    """Loader workers among this process's children."""
+    gc.collect()
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            try:
+                count += Path(f"/proc/{pid}/comm").read_text().strip() == "pt_data_worker"
+            except OSError:  # it ended meanwhile
+                continue
+    return count
+
+
+def facts_of(loader: Any) -> dict[str, Any]:
+    """What a framework made of a loader."""
+    ours = isinstance(loader, OURS)
+    return {
+        "class": f"{type(loader).__module__}.{type(loader).__qualname__}",
+        "slots": getattr(loader, "slots", None),
+        "batches": loader.stats(lifetime=True).batches if ours else None,
+    }
+
+
+def compare(job: Job, rank: int = 0) -> None:
+    """Do a job with torch's loader and with ours, and tell the test what this process saw."""
+    told: dict[str, Any] = {}
+    for name, loader, extras in (("torch", TORCH, {}), ("ours", OURS, {"slots": SLOTS})):
+        torch.manual_seed(5)
+        told[name] = job(loader, extras)
+        told[name]["workers_left"] = workers_alive()
+    tell(told, rank)
+
+
+def tell(facts: dict[str, Any], rank: int = 0) -> None:
+    """Tell the test what this process saw."""
+    (Path(os.environ[FOLDER]) / f"{rank}.json").write_text(json.dumps(facts))

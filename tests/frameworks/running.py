@@ -1,0 +1,84 @@
+"""Runs the jobs of this folder, each a script in processes of its own, and reads what they tell."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.material import FOLDER, SLOTS
+from tests.programs import ROOT, all_gone
+
+LIMIT_S = 45.0
+GONE_WITHIN_S = 5.0
+OUR_CLASS = "shmloader.loader.DataLoader"
+INSTALL = "pip install '.[frameworks]'"
+
+
+def told_by(job: str, *args: str, folder: Path, needs: tuple[str, ...] = (), launcher: tuple[str, ...] = ()) -> Any:
+    """Run ``job_<job>.py`` to its end; what it told, by rank.
+
+    Fails if a module that it needs is not installed, if it ends with an error, and if a process of it is left.
+    """
+    missing = [module for module in needs if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.fail(f"not installed: {', '.join(missing)}; {INSTALL}", pytrace=False)
+    command = [sys.executable, *launcher, str(ROOT / "tests" / "frameworks" / f"job_{job}.py"), *args]
+    surroundings = {
+        **os.environ,
+        FOLDER: str(folder),  # also tells the job's processes from all others, whoever adopted them
+        "PYTHONPATH": str(ROOT),
+        "PYTHONFAULTHANDLER": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    said = folder / "output"
+    with said.open("w") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=surroundings, cwd=folder
+        )
+        try:
+            code: int | None = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        ended = code is not None and all_gone(members(folder), GONE_WITHIN_S)
+        for pid in members(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    print(said.read_text())  # shown where the test fails
+    assert code == 0, f"{job} {' '.join(args)} {'hangs' if code is None else f'ends with {code}'}"
+    assert ended, f"{job} {' '.join(args)} leaves processes behind"
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def members(folder: Path) -> list[int]:
+    """The running processes of the job that was given this folder."""
+    mark = f"{FOLDER}={folder}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found
+
+
+def assert_same(told: Any, *, ranks: int = 1, except_for: tuple[str, ...] = ("loader",)) -> None:
+    """Fails unless every rank saw the same with both loaders, digit for digit, and was rid of the workers after it."""
+    assert len(told) == ranks
+    for rank in told:
+        theirs, ours = ({key: value for key, value in rank[name].items() if key not in except_for} for name in rank)
+        assert ours == theirs
+        assert ours["workers_left"] == 0
+
+
+def assert_kept(facts: Any, batches: int) -> None:
+    """Fails unless the framework worked with a loader of ours that has kept its option, and took batches from it."""
+    assert facts == {"class": OUR_CLASS, "slots": SLOTS, "batches": batches}
