@@ -21,6 +21,7 @@ LIMIT_S = 45.0
 GONE_WITHIN_S = 5.0
 OUR_CLASS = "shmloader.loader.DataLoader"
 INSTALL = "pip install '.[frameworks]'"
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def told_by(job: str, *args: str, folder: Path, needs: tuple[str, ...] = (), launcher: tuple[str, ...] = ()) -> Any:

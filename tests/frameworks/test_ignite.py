@@ -1,0 +1,23 @@
+"""Ignite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.material import BATCH, COUNT
+from tests.frameworks.running import assert_kept, assert_same, told_by
+
+pytestmark = pytest.mark.frameworks
+
+
+def test_a_deterministic_engine_trains_and_resumes_as_with_torchs_loader(tmp_path: Path) -> None:
+    ranks = told_by("ignite", folder=tmp_path, needs=("ignite",))
+    assert_same(ranks)
+    ours = ranks[0]["ours"]
+    assert len(ours["plain"]["whole"]) == 12
+    assert ours["plain"]["rest"] == ours["plain"]["whole"][8:]
+    assert len(ours["noisy"]["rest"]) == 4
+    for facts in ours["loader"]:
+        assert_kept(facts, 2 * COUNT // BATCH)

@@ -1,0 +1,20 @@
+"""Ray Train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.material import BATCH, COUNT
+from tests.frameworks.running import assert_kept, assert_same, told_by
+
+pytestmark = pytest.mark.frameworks
+
+
+def test_two_workers_train_as_with_torchs_loader(tmp_path: Path) -> None:
+    ranks = told_by("ray", folder=tmp_path, needs=("ray",))
+    assert_same(ranks, ranks=2)
+    for rank in ranks:
+        assert_kept(rank["ours"]["loader"], COUNT // BATCH)  # two epochs of half of the batches
+    assert ranks[0]["ours"]["trained"] != ranks[1]["ours"]["trained"]
