@@ -13,6 +13,7 @@ from shmloader.errors import (
 )
 from shmloader.loader import DataLoader, loaders
 from shmloader.paired import PairedDataset
+from shmloader.patch import patch_torch, patched_torch, unpatch_torch
 from shmloader.stats import LoaderStats, Memory
 from shmloader.verdict import Verdict
 
@@ -34,4 +35,7 @@ __all__ = [
     "Verdict",
     "WorkerDiedError",
     "loaders",
+    "patch_torch",
+    "patched_torch",
+    "unpatch_torch",
 ]

@@ -26,7 +26,12 @@ from shmloader.workers.seeding import own_generators
 
 T_co = TypeVar("T_co", covariant=True)
 
+#: torch's own loader, whatever its name is bound to by the time that somebody asks.
+TorchLoader = torch.utils.data.DataLoader
+
 SEEDINGS = ("worker", "batch")
+#: The keywords that torch's loader does not have.
+OPTIONS = ("memory_limit", "slots", "seeding", "max_workers", "copy")
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -90,7 +95,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         copy: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_options(memory_limit, slots, seeding, max_workers, copy)
+        check_options(memory_limit, slots, seeding, max_workers, copy)
+        options: dict[str, Any] = {"memory_limit": memory_limit, "slots": slots, "seeding": seeding}
+        options |= {"max_workers": max_workers, "copy": copy}
+        num_workers = self._resolve(dataset, num_workers, options)
+        max_workers = options["max_workers"]
         if num_workers == "auto" or isinstance(num_workers, AutoWorkers):
             num_workers = _count_workers(dataset, batch_size, sampler, batch_sampler, max_workers)
         super().__init__(
@@ -114,12 +123,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             **kwargs,
         )
         # Raw, under the keywords' own names: frameworks re-create loaders from these attributes.
-        self.memory_limit = memory_limit
-        self.slots = slots
-        self.seeding = seeding
-        self.max_workers = max_workers
-        self.copy = copy
+        for name, value in options.items():
+            setattr(self, name, value)
         _home(self)  # known to loaders() from now on
+
+    def _resolve(self, dataset: Any, num_workers: Any, options: dict[str, Any]) -> Any:
+        """The number of workers and, in ``options``, what this loader is to have instead of what was asked for."""
+        return num_workers
 
     # -- iterating ---------------------------------------------------------------------------------------------
 
@@ -191,7 +201,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.close()
 
 
-def _check_options(memory_limit: Any, slots: Any, seeding: Any, max_workers: Any, copy: Any) -> None:
+def check_options(
+    memory_limit: Any = None, slots: Any = None, seeding: Any = None, max_workers: Any = None, copy: Any = False
+) -> None:
+    """Whether the options make sense, whatever the data set.
+
+    Raises:
+        TypeError, ValueError: they do not.
+    """
     parse_memory_limit(memory_limit, machine.available_memory)
     check_slots(slots)
     check_max_workers(max_workers)
@@ -241,7 +258,7 @@ class _Home:
         self._lender: Lender | None = None
         self._options: tuple[Any, ...] = ()
 
-    def terms(self, loader: DataLoader[Any]) -> Terms:
+    def terms(self, loader: Any) -> Terms:
         """The loader's options as they stand now."""
         limit = parse_memory_limit(loader.memory_limit, machine.available_memory)
         seeding = loader.seeding or ("batch" if isinstance(loader.num_workers, AutoWorkers) else "worker")
@@ -287,7 +304,7 @@ _homes: dict[int, _Home] = {}
 _watches: dict[int, weakref.ref[Any]] = {}
 
 
-def _home(loader: DataLoader[Any]) -> _Home:
+def _home(loader: Any) -> _Home:
     key = id(loader)
     home = _homes.get(key)
     if home is None:
@@ -302,7 +319,18 @@ def loaders() -> tuple[DataLoader[Any], ...]:
     For code inside frameworks, which make loaders of their own or wrap the ones that they are given: whoever runs in
     the same process can still read ``stats()`` or call ``close()``. Callable from any thread.
     """
-    return tuple(loader for watch in tuple(_watches.values()) if (loader := watch()) is not None)
+    known = tuple(watch() for watch in tuple(_watches.values()))
+    return tuple(loader for loader in known if isinstance(loader, DataLoader))
+
+
+def record_of(loader: Any) -> Record:
+    """Where the iterators of ``loader``, which need not be ours, count."""
+    return _home(loader).record
+
+
+def terms_of(loader: Any, options: Any) -> Terms:
+    """The terms for a loader that is not ours, with options that it does not have itself."""
+    return _home(loader).terms(options)
 
 
 def _forget(key: int) -> None:

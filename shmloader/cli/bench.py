@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from torch.utils.data import DataLoader
 
 from shmloader.cli import transport
 from shmloader.cli.advice import Advice, advise
@@ -20,6 +19,7 @@ from shmloader.cli.measurement import Measurement, Terms, measure, median
 from shmloader.cli.recipe import KINDS, Recipe, of_dataset, of_loader
 from shmloader.cli.tables import cases_table, show_equality, show_measurements
 from shmloader.cli.target import BenchError, explain, resolve
+from shmloader.loader import TorchLoader
 from shmloader.tuning.machine import usable_cores
 
 MOST_WORKERS = 8  # that are tried unless the user names more
@@ -90,7 +90,7 @@ def run(settings: Settings, out: Console, progress: Console) -> Report:
 
 def _recipe(settings: Settings) -> Recipe:
     found = resolve(settings.target)
-    of = of_loader if isinstance(found, DataLoader) else of_dataset
+    of = of_loader if isinstance(found, TorchLoader) else of_dataset
     return of(found, settings.batch_size, settings.start_method)
 
 

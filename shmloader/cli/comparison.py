@@ -9,11 +9,11 @@ from statistics import fmean, median, quantiles
 from typing import TypeAlias
 
 from torch import Tensor
-from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from shmloader.cli import footprint
+from shmloader.loader import TorchLoader
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 Loader: TypeAlias = TorchLoader[Pair]

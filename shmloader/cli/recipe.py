@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, SequentialSampler
 
 import shmloader
 from shmloader.cli.target import BenchError
+from shmloader.loader import TorchLoader
 
 Loader: TypeAlias = TorchLoader[Any]
 

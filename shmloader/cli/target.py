@@ -15,7 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+
+from shmloader.loader import TorchLoader
 
 ORIGINAL = "Original Traceback (most recent call last):"
 REMOTE_PLACE = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
@@ -119,7 +121,7 @@ def _could_be_meant(name: str, value: Any, module: ModuleType) -> bool:
 
 def _usable(value: Any) -> bool:
     """Whether it is a dataset or a DataLoader rather than something that makes one."""
-    return isinstance(value, (Dataset, DataLoader)) and not isinstance(value, type)
+    return isinstance(value, (Dataset, TorchLoader)) and not isinstance(value, type)
 
 
 def _made(found: Any, target: str) -> Any:

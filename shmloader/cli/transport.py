@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 import shmloader
 from shmloader.cli.cases import CASES, Case
 from shmloader.cli.weigh import batch_bytes
+from shmloader.loader import TorchLoader
 
 WARM_UP_BATCHES = 8  # workers have started, the pool is carved, what was prefetched is gone
 TORCH, IN_PROCESS, OURS = "torch", "torch, no workers", "shmloader"
@@ -80,8 +79,8 @@ def contestants(case: Case, terms: Terms) -> dict[str, Callable[[], Iterable[Any
     batching: dict[str, Any] = {"batch_size": case.batch_size, "collate_fn": case.collate_fn}
     crew: dict[str, Any] = {"num_workers": terms.workers, "multiprocessing_context": terms.start_method}
     return {
-        TORCH: lambda: DataLoader(dataset, **batching, **crew),
-        IN_PROCESS: lambda: DataLoader(dataset, **batching),
+        TORCH: lambda: TorchLoader(dataset, **batching, **crew),
+        IN_PROCESS: lambda: TorchLoader(dataset, **batching),
         OURS: lambda: shmloader.DataLoader(dataset, **batching, **crew),
     }
 

@@ -1,0 +1,189 @@
+"""Putting this loader in the place of torch's, for code that cannot be edited.
+
+While patched, every module's name for torch's ``DataLoader`` (and for its multi-process iterator, which torch's own
+class and fastai's make) stands for the classes below. Modules that are imported later find them under torch's names.
+What was bound otherwise before, such as the base of a class that exists already, stays torch's: such loaders are
+torch's to the outside, and only their iterators are ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABCMeta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypeVar
+
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from shmloader import loader as ours
+from shmloader.iterator import ShmIter
+from shmloader.loader import TorchLoader, check_options
+from shmloader.memory import segment
+
+T_co = TypeVar("T_co", covariant=True)
+
+#: Called with every loader that is iterated while patched, and its record.
+Watcher = Callable[[Any, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    """What loaders that are made by torch's name get."""
+
+    num_workers: int | str | None = None
+    force: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    watch: Watcher | None = None
+
+    def workers(self, dataset: Any, asked: Any) -> Any:
+        """How many workers a loader gets that asked for ``asked``."""
+        if self.num_workers is None or not isinstance(asked, int) or asked < 0:
+            return asked
+        fixed = asked == 0 or isinstance(dataset, IterableDataset)
+        return asked if fixed and not self.force else self.num_workers
+
+
+_patch: _Patch | None = None
+
+
+class _StandsFor(ABCMeta):
+    """Lets a class answer for torch's, whose instances and subclasses were perhaps made before.
+
+    An ABCMeta, or ``class X(DataLoader, ABC)`` would not do any more.
+    """
+
+    torchs: type
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.torchs) if "torchs" in cls.__dict__ else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.torchs) if "torchs" in cls.__dict__ else super().__subclasscheck__(subclass)
+
+
+class DataLoader(ours.DataLoader[T_co], metaclass=_StandsFor):
+    """What torch's name stands for while patched: :class:`shmloader.DataLoader` with the options of the patch."""
+
+    torchs = TorchLoader
+
+    def _resolve(self, dataset: Any, num_workers: Any, options: dict[str, Any]) -> Any:
+        if _patch is None:
+            return num_workers
+        for name, value in _patch.options.items():
+            if options[name] in (None, False):
+                options[name] = value
+        return _patch.workers(dataset, num_workers)
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if _patch is not None and _patch.watch is not None:
+            _patch.watch(self, ours.record_of(self))
+        return super()._get_iterator()
+
+
+class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
+    """What the name of torch's multi-process iterator stands for while patched: ours, for loaders that are not."""
+
+    torchs = _MultiProcessingDataLoaderIter
+
+    def __new__(cls, loader: Any) -> Any:
+        """Ours for what it can serve, torch's for the rest: data pipes change their own graph."""
+        if not segment.supported() or isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+            return _MultiProcessingDataLoaderIter(loader)
+        return super().__new__(cls)
+
+    def __init__(self, loader: Any) -> None:
+        named = {"memory_limit": None, "slots": None, "seeding": None, "copy": False}
+        named |= _patch.options if _patch is not None else {}
+        options = SimpleNamespace(num_workers=loader.num_workers, **named)
+        if _patch is not None and _patch.watch is not None:
+            _patch.watch(loader, ours.record_of(loader))
+        super().__init__(loader, ours.terms_of(loader, options))
+
+
+#: torch's classes and what stands for them.
+_STAND_INS: dict[type, type] = {TorchLoader: DataLoader, _MultiProcessingDataLoaderIter: MultiProcessingIter}
+
+
+def patch_torch(*, num_workers: int | str | None = None, force: bool = False, **options: Any) -> None:
+    """From now on, let torch's ``DataLoader`` be shmloader's, wherever in this process its name is used.
+
+    That is ``torch.utils.data.DataLoader`` and every module's global that refers to it, in modules that are imported
+    (Accelerate, Transformers, your own) as in those that will be. Classes that were derived from it before keep
+    torch's code, but get our iterators. Patching again replaces the options.
+
+    Args:
+        num_workers: instead of the number that a loader asks for, if it asks for workers and its data set is
+            map-style: an int of 1 or more, or ``"auto"``. Default: what it asks for.
+        force: ``num_workers`` also for iterable data sets, and for loaders that ask for no workers.
+        options: ``memory_limit``, ``slots``, ``seeding``, ``max_workers``, ``copy``: for every loader that is made by
+            torch's name and does not say so itself.
+
+    Raises:
+        TypeError, ValueError: as :class:`shmloader.DataLoader` would for these options; then nothing is patched.
+    """
+    _apply(_Patch(_checked(num_workers), force, _checked_options(options)))
+
+
+def unpatch_torch() -> None:
+    """Give torch's names back. Loaders that were made meanwhile stay what they are. Safe to call twice."""
+    _apply(None)
+
+
+@contextmanager
+def patched_torch(*, num_workers: int | str | None = None, force: bool = False, **options: Any) -> Iterator[None]:
+    """:func:`patch_torch` inside, and what was before afterwards."""
+    before = _patch
+    patch_torch(num_workers=num_workers, force=force, **options)
+    try:
+        yield
+    finally:
+        _apply(before)
+
+
+def watch(watcher: Watcher) -> None:
+    """While patched as now, tell ``watcher`` of every loader that is iterated, together with its record."""
+    assert _patch is not None
+    _apply(_Patch(_patch.num_workers, _patch.force, _patch.options, watcher))
+
+
+def _checked(num_workers: int | str | None) -> int | str | None:
+    automatic = num_workers in (None, "auto")
+    if not automatic and (not isinstance(num_workers, int) or isinstance(num_workers, bool)):
+        raise TypeError(f"num_workers must be an int of 1 or more, 'auto' or None, got {num_workers!r}")
+    if isinstance(num_workers, int) and num_workers < 1:
+        raise ValueError(f"num_workers must be 1 or more: patching turns no workers off, got {num_workers}")
+    return num_workers
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(options.keys() - ours.OPTIONS)
+    if unknown:
+        raise TypeError(f"patch_torch() takes {', '.join(ours.OPTIONS)}, num_workers and force, not {unknown[0]!r}")
+    check_options(**options)
+    return {**options}
+
+
+def _apply(patch: _Patch | None) -> None:
+    global _patch
+    _patch = patch
+    swap = _STAND_INS if patch is not None else {ours: torchs for torchs, ours in _STAND_INS.items()}
+    for name, module in tuple(sys.modules.items()):
+        # Our own modules mean torch's loader where they say so. By type(): isinstance() would wake the odd object that
+        # warns, or imports, when its attributes are looked at.
+        if issubclass(type(module), ModuleType) and name.partition(".")[0] != "shmloader":
+            _rebind(module, swap)
+
+
+def _rebind(module: ModuleType, swap: dict[type, type]) -> None:
+    # The dict, not getattr: lazy modules would import what they only promise.
+    names = vars(module)
+    for name, value in tuple(names.items()):
+        for before, after in swap.items():
+            if value is before:
+                names[name] = after
+            elif type(value) is tuple and any(part is before for part in value):  # fastai's pair of iterators
+                names[name] = value = tuple([after if part is before else part for part in value])
