@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import shmloader
 #: Set for all processes of a job: the folder for what they tell.
 FOLDER = "SHMLOADER_JOB_FOLDER"
 
-TORCH: Any = torch.utils.data.DataLoader  # under this name also when it is patched
+TORCH: Any = torch.utils.data.DataLoader
 OURS: Any = shmloader.DataLoader
 SLOTS = 7  # an option that only a loader of ours has
 COUNT, BATCH, WORKERS = 24, 4, 2
@@ -59,6 +60,11 @@ def optimizer(of: nn.Module) -> torch.optim.Optimizer:
 def options(**more: Any) -> dict[str, Any]:
     """What all loaders of the jobs are given."""
     return {"batch_size": BATCH, "num_workers": WORKERS, **more}
+
+
+def swapped(loader: Any, extras: dict[str, Any]) -> AbstractContextManager[None]:
+    """While it lasts, what frameworks make by torch's name is a loader of this class, with these options."""
+    return shmloader.patched_torch(**extras) if loader is OURS else nullcontext()
 
 
 def outline(batch: Any) -> Any:

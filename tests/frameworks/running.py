@@ -20,6 +20,7 @@ from tests.programs import ROOT, all_gone
 LIMIT_S = 45.0
 GONE_WITHIN_S = 5.0
 OUR_CLASS = "shmloader.loader.DataLoader"
+PATCHED_CLASS = "shmloader.patch.DataLoader"
 INSTALL = "pip install '.[frameworks]'"
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -83,3 +84,8 @@ def assert_same(told: Any, *, ranks: int = 1, except_for: tuple[str, ...] = ("lo
 def assert_kept(facts: Any, batches: int) -> None:
     """Fails unless the framework worked with a loader of ours that has kept its option, and took batches from it."""
     assert facts == {"class": OUR_CLASS, "slots": SLOTS, "batches": batches}
+
+
+def assert_patched(facts: Any, batches: int) -> None:
+    """Fails unless the loader that the framework made for itself is ours, with the option that was patched in."""
+    assert facts == {"class": PATCHED_CLASS, "slots": SLOTS, "batches": batches}
