@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from ignite.engine import DeterministicEngine, Events
 
-from tests.frameworks.material import COUNT, Points, compare, facts_of, model, optimizer, options, outline
+from tests.frameworks.material import COUNT, Points, compare, descend, facts_of, model, options, outline
 
 EPOCHS = 2
 STOP_AFTER = 8  # of twelve: in the middle of the second epoch
@@ -18,7 +17,6 @@ class Run:
 
     def __init__(self, dataset: Points, loader: Any, extras: dict[str, Any]) -> None:
         self.network = model()
-        self.stepper = optimizer(self.network)
         self.losses: list[float] = []
         self.outlines: list[Any] = []
         self.loader = loader(dataset, shuffle=True, **options(**extras))
@@ -26,12 +24,7 @@ class Run:
 
     def step(self, _: Any, batch: Any) -> float:
         """Train on a batch."""
-        inputs, targets = batch
-        loss = torch.nn.functional.mse_loss(self.network(inputs), targets)
-        self.stepper.zero_grad()
-        loss.backward()
-        self.stepper.step()
-        self.losses.append(loss.item())
+        self.losses.append(descend(self.network, *batch))
         self.outlines.append(outline(batch))
         return self.losses[-1]
 

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
-import torch
 from torch.utils.data import DistributedSampler
 
-from tests.frameworks.material import FOLDER, Points, compare, facts_of, model, optimizer, options, outline
+from tests.frameworks.material import FOLDER, Points, compare, facts_of, model, options, two_epochs
 
 
 def job(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
     """Two epochs. A loader that has a DistributedSampler already is left as it is."""
     dataset = Points()
-    sampler: Any = DistributedSampler(dataset, seed=2)
-    given = loader(dataset, sampler=sampler, **options(**extras))
+    given = loader(dataset, sampler=DistributedSampler(dataset, seed=2), **options(**extras))
     batches = ray.train.torch.prepare_data_loader(given)
     network = ray.train.torch.prepare_model(model())
-    stepper = optimizer(network)
-    trained, outlines = [], []
-    for epoch in range(2):
-        batches.sampler.set_epoch(epoch)
-        for inputs, targets in batches:
-            loss = torch.nn.functional.mse_loss(network(inputs), targets)
-            stepper.zero_grad()
-            loss.backward()
-            stepper.step()
-            trained.append(loss.item())
-            outlines.append(outline([inputs, targets]))
     inner = getattr(batches, "_dataloader", batches)  # below the wrapper that moves batches to the device
-    return {"trained": trained, "outlines": outlines, "loader": facts_of(inner)}
+    return {**two_epochs(network, batches), "loader": facts_of(inner)}
 
 
 def in_each_worker() -> None:
@@ -42,15 +30,14 @@ def in_each_worker() -> None:
 
 
 if __name__ == "__main__":
-    folder = os.environ[FOLDER]
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
-    try:
+    # Ray's sockets lie in its folder, and their paths have to be short.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as own:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, _temp_dir=own)
         trainer = ray.train.torch.TorchTrainer(
             in_each_worker,
             torch_config=ray.train.torch.TorchConfig(backend="gloo"),
             scaling_config=ray.train.ScalingConfig(num_workers=2),
-            run_config=ray.train.RunConfig(storage_path=f"{folder}/results"),
+            run_config=ray.train.RunConfig(storage_path=os.environ[FOLDER]),
         )
         trainer.fit()
-    finally:
         ray.shutdown()

@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase, tensorclass
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tests.frameworks.material import COUNT, compare, facts_of, model, optimizer, options, workers_alive
+from tests.frameworks.material import COUNT, compare, descend, facts_of, model, options, workers_alive
 
 
 @tensorclass
@@ -69,17 +69,12 @@ def looks(batch: Any) -> list[Any]:
 def epoch(batches: Any) -> dict[str, Any]:
     """Train on all batches."""
     network = model()
-    stepper = optimizer(network)
     trained, seen, most_workers = [], [], 0
     for batch in batches:
         most_workers = max(most_workers, workers_alive())
         targets = batch["nested", "targets"] if isinstance(batch, TensorDictBase) else batch.targets
         inputs = batch["inputs"] if isinstance(batch, TensorDictBase) else batch.inputs
-        loss = torch.nn.functional.mse_loss(network(inputs), targets)
-        stepper.zero_grad()
-        loss.backward()
-        stepper.step()
-        trained.append(loss.item())
+        trained.append(descend(network, inputs, targets))
         seen.append(looks(batch))
     return {"trained": trained, "seen": seen, "most_workers": most_workers}
 

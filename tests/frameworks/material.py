@@ -24,6 +24,7 @@ TORCH: Any = torch.utils.data.DataLoader
 OURS: Any = shmloader.DataLoader
 SLOTS = 7  # an option that only a loader of ours has
 COUNT, BATCH, WORKERS = 24, 4, 2
+RATE = 0.05
 
 #: From a loader class and options for it to what was seen with it.
 Job = Callable[[Any, dict[str, Any]], dict[str, Any]]
@@ -53,8 +54,32 @@ def model() -> nn.Sequential:
 
 
 def optimizer(of: nn.Module) -> torch.optim.Optimizer:
-    """What all jobs train with."""
-    return torch.optim.SGD(of.parameters(), lr=0.05)
+    """For frameworks that want one; the first of a process takes torch seconds of imports."""
+    return torch.optim.SGD(of.parameters(), lr=RATE)
+
+
+def descend(network: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+    """Train on a batch, with as little of torch as that needs; the loss."""
+    loss = nn.functional.mse_loss(network(inputs), targets)
+    network.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for weights in network.parameters():
+            assert weights.grad is not None
+            weights -= RATE * weights.grad
+    return loss.item()
+
+
+def two_epochs(network: nn.Module, batches: Any) -> dict[str, Any]:
+    """Train on all batches of a loader twice; its sampler is told of the epochs."""
+    trained, outlines = [], []
+    for epoch in range(2):
+        batches.sampler.set_epoch(epoch)
+        for inputs, targets in batches:
+            trained.append(descend(network, inputs, targets))
+            outlines.append(outline([inputs, targets]))
+    weights = [value.flatten().tolist() for value in network.state_dict().values()]
+    return {"trained": trained, "outlines": outlines, "weights": weights}
 
 
 def options(**more: Any) -> dict[str, Any]:

@@ -25,7 +25,14 @@ INSTALL = "pip install '.[frameworks]'"
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def told_by(job: str, *args: str, folder: Path, needs: tuple[str, ...] = (), launcher: tuple[str, ...] = ()) -> Any:
+def told_by(
+    job: str,
+    *args: str,
+    folder: Path,
+    needs: tuple[str, ...] = (),
+    launcher: tuple[str, ...] = (),
+    limit_s: float = LIMIT_S,
+) -> Any:
     """Run ``job_<job>.py`` to its end; what it told, by rank.
 
     Fails if a module that it needs is not installed, if it ends with an error, and if a process of it is left.
@@ -40,6 +47,8 @@ def told_by(job: str, *args: str, folder: Path, needs: tuple[str, ...] = (), lau
         "PYTHONPATH": str(ROOT),
         "PYTHONFAULTHANDLER": "",
         "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     }
     said = folder / "output"
     with said.open("w") as output:
@@ -47,7 +56,7 @@ def told_by(job: str, *args: str, folder: Path, needs: tuple[str, ...] = (), lau
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=surroundings, cwd=folder
         )
         try:
-            code: int | None = process.wait(LIMIT_S)
+            code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         ended = code is not None and all_gone(members(folder), GONE_WITHIN_S)

@@ -9,11 +9,11 @@ import pytest
 from tests.frameworks.material import BATCH, COUNT
 from tests.frameworks.running import assert_kept, assert_same, told_by
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(120)]  # Ray alone starts for half a minute on two cores
 
 
 def test_two_workers_train_as_with_torchs_loader(tmp_path: Path) -> None:
-    ranks = told_by("ray", folder=tmp_path, needs=("ray",))
+    ranks = told_by("ray", limit_s=90.0, folder=tmp_path, needs=("ray",))
     assert_same(ranks, ranks=2)
     for rank in ranks:
         assert_kept(rank["ours"]["loader"], COUNT // BATCH)  # two epochs of half of the batches
