@@ -13,7 +13,7 @@ from shmloader.errors import (
 )
 from shmloader.loader import DataLoader, loaders
 from shmloader.paired import PairedDataset
-from shmloader.patch import patch_torch, patched_torch, unpatch_torch
+from shmloader.patching import patch_torch, patched_torch, unpatch_torch
 from shmloader.stats import LoaderStats, Memory
 from shmloader.verdict import Verdict
 

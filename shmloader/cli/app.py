@@ -2,7 +2,7 @@
 
 import sys
 
-EXTRA_OF = {"typer": "demo", "rich": "demo", "PIL": "demo", "skimage": "demo"}
+EXTRA_OF = {"typer": "cli", "rich": "cli", "PIL": "demo", "skimage": "demo"}
 
 
 def main() -> None:
@@ -15,5 +15,6 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise
-        print(f"shmloader: {package} is missing: pip install 'shmloader[{EXTRA_OF[package]}]'", file=sys.stderr)
+        extra = "demo" if sys.argv[1:2] == ["demo"] else EXTRA_OF[package]
+        print(f"shmloader: {package} is missing: pip install 'shmloader[{extra}]'", file=sys.stderr)
         sys.exit(1)

@@ -217,3 +217,48 @@ def _bench_target(settings: "Settings", json: Path | None, plot: Path | None) ->
         draw(report.measurements, f"{settings.target}: shmloader and torch's DataLoader", plot)
     if report.equality.verdict == "different":
         raise typer.Exit(1)
+
+
+def _memory(text: str | None) -> str | None:
+    if text is not None:
+        from shmloader.memory.budget import parse_memory_limit
+        from shmloader.tuning.machine import available_memory
+
+        try:
+            parse_memory_limit(int(text) if text.isdigit() else text, available_memory)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
+
+
+# Everything behind the script's name is the script's.
+@application.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    target: Annotated[list[str], typer.Argument(help="The script and its arguments.", show_default=False)],
+    module: Annotated[bool, typer.Option("-m", help="The target is a module's name, as of python -m.")] = False,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            callback=lambda text: text and _workers(text),
+            help="Workers of each loader that asks for any: a number, or 'auto'. (What they ask for.)",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="--workers also for iterable data sets and loaders without workers.")
+    ] = False,
+    memory_limit: Annotated[
+        str | None, typer.Option(callback=_memory, help="Of each loader's pool: 512MiB, 2GB, 25%.")
+    ] = None,
+    max_batches: Annotated[int | None, typer.Option(min=1, help="End every epoch after so many.")] = None,
+) -> None:
+    """Run a training script as it is, with shmloader in the place of torch's DataLoader, and say what was slow."""
+    from shmloader.cli.run import RunError
+    from shmloader.cli.run import run as start
+
+    count = int(workers) if workers is not None and workers != "auto" else workers
+    limit = int(memory_limit) if memory_limit is not None and memory_limit.isdigit() else memory_limit
+    try:
+        start(target, module=module, num_workers=count, force=force, memory_limit=limit, max_batches=max_batches)
+    except RunError as error:
+        typer.echo(f"shmloader run: {error}", err=True)
+        raise typer.Exit(2) from None

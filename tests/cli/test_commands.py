@@ -67,16 +67,26 @@ def forget(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
         monkeypatch.delitem(sys.modules, f"shmloader.cli.{module}", raising=False)
 
 
-@pytest.mark.parametrize("package", ["typer", "rich", "PIL", "skimage"])
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [
+        ("typer", "demo", "demo"),
+        ("rich", "demo", "demo"),
+        ("PIL", "demo", "demo"),
+        ("skimage", "demo", "demo"),
+        ("typer", "run", "cli"),
+        ("rich", "bench", "cli"),
+    ],
+)
 def test_a_missing_extra_is_one_line_that_says_what_to_install(
-    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    package: str, command: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forget(monkeypatch, package)
-    monkeypatch.setattr(sys, "argv", ["shmloader", "demo", "--quick"])
+    monkeypatch.setattr(sys, "argv", ["shmloader", command, "--quick"])
     with pytest.raises(SystemExit) as ended:
         app.main()
     assert ended.value.code == 1
-    assert capsys.readouterr() == ("", f"shmloader: {package} is missing: pip install 'shmloader[demo]'\n")
+    assert capsys.readouterr() == ("", f"shmloader: {package} is missing: pip install 'shmloader[{extra}]'\n")
 
 
 def test_a_missing_module_of_someone_else_is_not_taken_for_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

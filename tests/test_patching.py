@@ -16,13 +16,13 @@ import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import IterableDataset, TensorDataset
 
 import shmloader
-from shmloader import patch, patch_torch, patched_torch, unpatch_torch
+from shmloader import patch_torch, patched_torch, patching, unpatch_torch
 from shmloader.iterator import ShmIter
 from shmloader.tuning.auto import AutoWorkers
 from tests.equal import assert_same
 
 #: Not as names of this module: those would be swapped, too.
-torchs = types.SimpleNamespace(Loader=patch.TorchLoader, Iter=patch._MultiProcessingDataLoaderIter)
+torchs = types.SimpleNamespace(Loader=patching.TorchLoader, Iter=patching._MultiProcessingDataLoaderIter)
 NUMBERS = TensorDataset(torch.arange(12))
 
 
@@ -58,13 +58,13 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_every_name_for_torchs_loader_is_swapped_and_given_back(module: types.ModuleType) -> None:
     before = dict(vars(module))
     with patched_torch():
-        assert torch.utils.data.DataLoader is torch_dataloader.DataLoader is patch.DataLoader
-        assert module.DataLoader is module.Loader is patch.DataLoader
-        assert module.pair == (patch.MultiProcessingIter, 7)
+        assert torch.utils.data.DataLoader is torch_dataloader.DataLoader is patching.DataLoader
+        assert module.DataLoader is module.Loader is patching.DataLoader
+        assert module.pair == (patching.MultiProcessingIter, 7)
         assert module.other == [torchs.Loader], "only names, not what is inside of objects"
         namespace: dict[str, Any] = {}
         exec("from torch.utils.data import DataLoader", namespace)
-        assert namespace["DataLoader"] is patch.DataLoader
+        assert namespace["DataLoader"] is patching.DataLoader
     assert vars(module) == before
     assert torch.utils.data.DataLoader is torch_dataloader.DataLoader is torchs.Loader
     assert torch_dataloader._MultiProcessingDataLoaderIter is torchs.Iter
@@ -87,7 +87,7 @@ def test_lazy_modules_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
     monkeypatch.setitem(sys.modules, "nothing", None)
     with patched_torch():
-        assert torch.utils.data.DataLoader is patch.DataLoader
+        assert torch.utils.data.DataLoader is patching.DataLoader
 
 
 def test_patches_nest_and_unpatching_may_be_repeated() -> None:

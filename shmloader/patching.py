@@ -12,7 +12,7 @@ import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ class _Patch:
     force: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     watch: Watcher | None = None
+    max_batches: int | None = None
 
     def workers(self, dataset: Any, asked: Any) -> Any:
         """How many workers a loader gets that asked for ``asked``."""
@@ -78,10 +79,41 @@ class DataLoader(ours.DataLoader[T_co], metaclass=_StandsFor):
                 options[name] = value
         return _patch.workers(dataset, num_workers)
 
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        if _patch is None or _patch.max_batches is None:
+            return iterator
+        return _First(iterator, _patch.max_batches)
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        return length if _patch is None or _patch.max_batches is None else min(length, _patch.max_batches)
+
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if _patch is not None and _patch.watch is not None:
             _patch.watch(self, ours.record_of(self))
         return super()._get_iterator()
+
+
+class _First:
+    """The first batches of an epoch: all else is the iterator's own."""
+
+    def __init__(self, iterator: Any, count: int) -> None:
+        self._iterator, self._left = iterator, count
+
+    def __iter__(self) -> _First:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._left:
+            self._iterator = None  # ends its workers, unless the loader keeps it
+            raise StopIteration
+        batch = next(self._iterator)
+        self._left -= 1
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
@@ -144,10 +176,10 @@ def patched_torch(*, num_workers: int | str | None = None, force: bool = False, 
         _apply(before)
 
 
-def watch(watcher: Watcher) -> None:
-    """While patched as now, tell ``watcher`` of every loader that is iterated, together with its record."""
+def attend(watch: Watcher, max_batches: int | None = None) -> None:
+    """While patched as now, tell ``watch`` of every loader that is iterated, and end epochs after ``max_batches``."""
     assert _patch is not None
-    _apply(_Patch(_patch.num_workers, _patch.force, _patch.options, watcher))
+    _apply(replace(_patch, watch=watch, max_batches=max_batches))
 
 
 def _checked(num_workers: int | str | None) -> int | str | None:

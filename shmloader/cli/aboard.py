@@ -1,0 +1,84 @@
+"""Inside a process of ``shmloader run``: ours in torch's place, and a report at the end."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from typing import Any
+
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from shmloader import patching
+from shmloader.loader import OPTIONS
+from shmloader.stats import Record
+from shmloader.tuning.auto import AutoWorkers
+
+#: What ``shmloader run`` asks of the processes that it starts: JSON.
+VARIABLE = "SHMLOADER_RUN"
+
+
+def board() -> None:
+    """Do what the environment asks for. Called once torch has been imported."""
+    asked = json.loads(os.environ[VARIABLE])
+    max_batches = asked.pop("max_batches")
+    patching.patch_torch(**asked)
+    report = Report()
+    patching.attend(report.note, max_batches)
+    atexit.register(report.print)
+
+
+class Report:
+    """The loaders that this process has iterated, and how that went."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._seen: dict[int, tuple[Record, str, str]] = {}
+
+    def note(self, loader: Any, record: Record) -> None:
+        """A loader is being iterated."""
+        if id(record) not in self._seen:
+            self._seen[id(record)] = record, type(loader.dataset).__name__, line(loader)
+
+    def print(self) -> None:
+        """Say it on stderr, which leaves the script's own output alone."""
+        if not self._seen or os.getpid() != self._pid:
+            return  # a child that was forked has its parent's
+        rank = os.environ.get("RANK")
+        who = f"process {self._pid}" + (f", rank {rank}" if rank is not None else "")
+        print(f"\nshmloader run: {who}", file=sys.stderr)
+        for record, dataset, code in self._seen.values():
+            stats = record.snapshot(lifetime=True)
+            print(f"  loader over {dataset}: {stats.batches} batches\n    {stats.verdict}", file=sys.stderr)
+            print(f"    from shmloader import DataLoader\n    {code}", file=sys.stderr)
+
+
+def line(loader: Any) -> str:
+    """The call that makes such a loader with shmloader, as far as its attributes tell."""
+    parts = ["dataset"]
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    if batch_sampler is not None and loader.batch_size is None:
+        parts.append(f"batch_sampler=<{type(batch_sampler).__name__}>")
+    else:
+        parts.append(f"batch_size={loader.batch_size}")
+        if type(sampler) is RandomSampler and not sampler.replacement:
+            parts.append("shuffle=True")
+        elif type(sampler) is not SequentialSampler and loader._dataset_kind == 0:
+            parts.append(f"sampler=<{type(sampler).__name__}>")
+    automatic = isinstance(loader.num_workers, AutoWorkers)
+    parts.append('num_workers="auto"' if automatic else f"num_workers={loader.num_workers}")
+    defaults: dict[str, Any] = {"drop_last": False, "pin_memory": False, "timeout": 0, "persistent_workers": False}
+    defaults |= {"in_order": True, "worker_init_fn": None, "generator": None}
+    defaults |= {"prefetch_factor": 2 if loader.num_workers else None}
+    for name in (*defaults, *OPTIONS):
+        value = getattr(loader, name, None)
+        if value != defaults.get(name, False) and value is not None:
+            parts.append(f"{name}={_text(value)}")
+    return f"DataLoader({', '.join(parts)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"<{getattr(value, '__name__', type(value).__name__)}>"

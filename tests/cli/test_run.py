@@ -1,0 +1,187 @@
+"""``shmloader run``: real scripts that know nothing of it, and what it says at their end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
+from typer.testing import CliRunner
+
+from shmloader import DataLoader
+from shmloader.cli.aboard import line
+from shmloader.cli.commands import application
+from tests.programs import children
+
+PREAMBLE = """
+import os, sys, torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+NUMBERS = TensorDataset(torch.arange(40))
+
+def numbers(loader):
+    return [int(number) for (batch,) in loader for number in batch]
+"""
+
+
+def run(tmp_path: Path, script: str, *options: str, args: tuple[str, ...] = (), **environment: str) -> Any:
+    """A script under ``shmloader run``, from another folder than its own."""
+    (tmp_path / "script.py").write_text(PREAMBLE + script)
+    command = [sys.executable, "-m", "shmloader", "run", *options, str(tmp_path / "script.py"), *args]
+    return start(command, **environment)
+
+
+def start(command: list[str], **environment: str) -> Any:
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **environment})
+
+
+def test_a_script_gets_our_loader_its_arguments_and_its_own_exit_code(tmp_path: Path) -> None:
+    script = """
+loader = DataLoader(NUMBERS, 8, num_workers=2)
+assert numbers(loader) == numbers(loader) == list(range(40))
+print(type(loader).__mro__[1], sys.argv[1:], __name__, loader.memory_limit)
+sys.exit(7)
+"""
+    found = run(tmp_path, script, "--memory-limit", "64MiB", args=("--workers", "3", "-x", "--", "y"))
+    assert found.returncode == 7
+    assert found.stdout == (
+        "<class 'shmloader.loader.DataLoader'> ['--workers', '3', '-x', '--', 'y'] __main__ 64MiB\n"
+    )
+    head, *lines = found.stderr.strip().splitlines()
+    assert head.startswith("shmloader run: process ")
+    assert lines[0] == "  loader over TensorDataset: 10 batches"
+    assert lines[2:] == [
+        "    from shmloader import DataLoader",
+        "    DataLoader(dataset, batch_size=8, num_workers=2, memory_limit='64MiB')",
+    ]
+
+
+def test_what_a_script_raises_is_shown_and_what_it_had_loaded_is_told(tmp_path: Path) -> None:
+    found = run(tmp_path, "numbers(DataLoader(NUMBERS, 8))\nraise ZeroDivisionError('mine')")
+    assert found.returncode == 1
+    assert "ZeroDivisionError: mine" in found.stderr
+    assert "loader over TensorDataset: 5 batches" in found.stderr
+
+
+def test_workers_and_max_batches_as_asked(tmp_path: Path) -> None:
+    script = """
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.tensor([n]),) for n in range(10)])
+
+for persistent in (False, True):
+    loader = DataLoader(NUMBERS, 8, num_workers=1, persistent_workers=persistent)
+    print(loader.num_workers, len(loader), [numbers(loader)[-1] for _ in range(2)])
+print(DataLoader(NUMBERS).num_workers, DataLoader(Stream(), num_workers=1).num_workers)
+print(len(numbers(DataLoader(Stream(), batch_size=None))))
+"""
+    found = run(tmp_path, script, "--workers", "2", "--max-batches", "3")
+    assert found.stdout == "2 3 [23, 23]\n2 3 [23, 23]\n0 1\n3\n", found.stderr
+    assert found.returncode == 0
+
+
+def test_force_and_auto_workers(tmp_path: Path) -> None:
+    script = """
+from shmloader.tuning.auto import AutoWorkers
+loader = DataLoader(NUMBERS, 8)
+print(type(loader.num_workers) is AutoWorkers, numbers(loader) == list(range(40)))
+"""
+    found = run(tmp_path, script, "--workers", "auto", "--force")
+    assert found.stdout == "True True\n", found.stderr
+    assert 'num_workers="auto"' in found.stderr
+
+
+def test_spawned_children_get_it_too_and_report_for_themselves(tmp_path: Path) -> None:
+    script = """
+def child(rank):
+    loader = DataLoader(NUMBERS, 8, num_workers=1, multiprocessing_context="spawn")
+    assert numbers(loader) == list(range(40))
+    print(type(loader).__module__, flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(child, nprocs=1)
+"""
+    found = run(tmp_path, script)
+    assert (found.returncode, found.stdout) == (0, "shmloader.patching\n"), found.stderr
+    assert found.stderr.count("shmloader run: process") == 1
+
+
+def test_under_torchs_launcher_every_rank_reports(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(
+        PREAMBLE + "numbers(DataLoader(NUMBERS, 8))\nprint(type(DataLoader(NUMBERS)).__module__, flush=True)\n"
+    )
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "ranks.py")]
+    found = start([sys.executable, "-m", "shmloader", "run", "-m", *launcher])
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["shmloader.patching"] * 2
+    assert {"rank 0", "rank 1"} <= {part for row in found.stderr.splitlines() for part in row.split(", ")}
+
+
+def test_a_module_that_is_run_and_the_sitecustomize_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['MINE'] = 'seen'\n")
+    (tmp_path / "trainer.py").write_text(
+        PREAMBLE + "print(os.environ['MINE'], type(DataLoader(NUMBERS)).__module__, sys.argv[1:], __spec__.name)"
+    )
+    path = os.pathsep.join(part for part in (str(tmp_path), os.environ.get("PYTHONPATH")) if part)
+    found = start([sys.executable, "-m", "shmloader", "run", "-m", "trainer", "-m", "x"], PYTHONPATH=path)
+    assert found.stdout == "seen shmloader.patching ['-m', 'x'] trainer\n", found.stderr
+
+
+def test_without_torch_nothing_happens_and_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("import sys\nprint('torch' in sys.modules, 'shmloader' in sys.modules)\n")
+    found = start([sys.executable, "-m", "shmloader", "run", str(tmp_path / "plain.py")])
+    assert (found.returncode, found.stdout, found.stderr) == (0, "False False\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent.py"], "there is no file 'absent.py'; for a module, write: shmloader run -m absent.py"),
+        (["-m", "absent.one"], "there is no module 'absent.one'; for a file, leave out -m"),
+        (["--workers", "0", "x.py"], "'0' is neither 'auto' nor a whole number of 1 or more"),
+        (["--memory-limit", "lots", "x.py"], "memory_limit"),
+        (["--max-batches", "0", "x.py"], "--max-batches"),
+        ([], "Missing argument"),
+    ],
+)
+def test_what_cannot_be_run_is_said(arguments: list[str], words: str) -> None:
+    before = children()
+    found = CliRunner().invoke(application, ["run", *arguments], env={"COLUMNS": "200"})
+    assert found.exit_code == 2
+    assert words in " ".join(found.output.split())
+    assert children() == before
+
+
+def double(index: int) -> None:
+    """A worker_init_fn."""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "batch_size=1, num_workers=0"),
+        ({"shuffle": True, "drop_last": True}, "batch_size=1, shuffle=True, num_workers=0, drop_last=True"),
+        ({"batch_size": None}, "batch_size=None, num_workers=0"),
+        ({"sampler": [1, 2]}, "batch_size=1, sampler=<list>, num_workers=0"),
+        (
+            {"batch_sampler": BatchSampler(SequentialSampler(range(4)), 2, False)},
+            "batch_sampler=<BatchSampler>, num_workers=0",
+        ),
+        (
+            {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "worker_init_fn": double},
+            "batch_size=1, num_workers=2, persistent_workers=True, worker_init_fn=<double>, prefetch_factor=4",
+        ),
+        (
+            {"in_order": False, "slots": 3, "copy": True},
+            "batch_size=1, num_workers=0, in_order=False, slots=3, copy=True",
+        ),
+    ],
+)
+def test_the_line_to_copy(options: dict[str, Any], text: str) -> None:
+    loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(4)), **options)
+    assert line(loader) == f"DataLoader(dataset, {text})"
