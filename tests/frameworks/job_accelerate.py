@@ -39,6 +39,7 @@ def job(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
         return {
             "trained": trained,
             "outlines": outlines,
+            "processes": run.num_processes,
             "is a DataLoader": isinstance(batches, torch.utils.data.DataLoader),
             "loader": [facts_of(batches.base_dataloader), facts_of(rest.base_dataloader)],
         }

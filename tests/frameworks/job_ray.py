@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import Any
 
 import ray
@@ -30,14 +29,15 @@ def in_each_worker() -> None:
 
 
 if __name__ == "__main__":
-    # Ray's sockets lie in its folder, and their paths have to be short.
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as own:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, _temp_dir=own)
+    folder = os.environ[FOLDER]
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, _temp_dir=folder)
+    try:
         trainer = ray.train.torch.TorchTrainer(
             in_each_worker,
             torch_config=ray.train.torch.TorchConfig(backend="gloo"),
             scaling_config=ray.train.ScalingConfig(num_workers=2),
-            run_config=ray.train.RunConfig(storage_path=os.environ[FOLDER]),
+            run_config=ray.train.RunConfig(storage_path=folder),
         )
         trainer.fit()
+    finally:
         ray.shutdown()

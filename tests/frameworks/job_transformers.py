@@ -21,6 +21,7 @@ class Regression(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.network = material.model()
+        self.losses: list[float] = []
         self.outlines: list[Any] = []
         self.most_workers = 0
 
@@ -29,7 +30,9 @@ class Regression(nn.Module):
         self.outlines.append(outline({"inputs": inputs, "labels": labels}))
         self.most_workers = max(self.most_workers, workers_alive())
         made = self.network(inputs)
-        return {"loss": nn.functional.mse_loss(made, labels), "logits": made}
+        loss = nn.functional.mse_loss(made, labels)
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": made}
 
 
 class Watcher(TrainerCallback):
@@ -57,7 +60,7 @@ def job(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
         trainer = Trainer(
             model=model,
             args=TrainingArguments(
-                output_dir="trained",
+                output_dir=".",
                 use_cpu=True,
                 seed=13,
                 num_train_epochs=2,
@@ -83,6 +86,7 @@ def job(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
             "logged": [{name: entry[name] for name in figures if name in entry} for entry in trainer.state.log_history],
             "evaluated": evaluated["eval_loss"],
             "weights": [value.flatten().tolist() for value in model.state_dict().values()],
+            "losses": model.losses,
             "outlines": model.outlines,
             "most_workers": model.most_workers,
             "loader": watcher.facts,

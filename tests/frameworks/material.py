@@ -6,7 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,12 @@ def outline(batch: Any) -> Any:
 
 def workers_alive() -> int:
     """Loader workers among this process's children."""
-    gc.collect()
     count = 0
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            try:
-                count += Path(f"/proc/{pid}/comm").read_text().strip() == "pt_data_worker"
-            except OSError:  # it ended meanwhile
-                continue
+        with suppress(OSError):  # the thread, or the child, ended meanwhile
+            for pid in (task / "children").read_text().split():
+                with suppress(OSError):
+                    count += Path(f"/proc/{pid}/comm").read_text().strip() == "pt_data_worker"
     return count
 
 
@@ -131,6 +129,7 @@ def compare(job: Job, rank: int = 0) -> None:
     for name, loader, extras in (("torch", TORCH, {}), ("ours", OURS, {"slots": SLOTS})):
         torch.manual_seed(5)
         told[name] = job(loader, extras)
+        gc.collect()
         told[name]["workers_left"] = workers_alive()
     tell(told, rank)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.frameworks.material import BATCH, COUNT
@@ -14,15 +12,14 @@ SKIPPED = 2
 
 
 @pytest.mark.parametrize(("ranks", "launcher"), [(1, ()), (2, TWO_PROCESSES)], ids=["one process", "two processes"])
-def test_prepared_and_shortened_loaders_train_as_with_torchs_loader(
-    ranks: int, launcher: tuple[str, ...], tmp_path: Path
-) -> None:
-    told = told_by("accelerate", folder=tmp_path, needs=("accelerate",), launcher=launcher)
+def test_prepared_and_shortened_loaders_train_as_with_torchs_loader(ranks: int, launcher: tuple[str, ...]) -> None:
+    told = told_by("accelerate", needs=("accelerate",), launcher=launcher)
     assert_same(told, ranks=ranks)
     per_epoch = COUNT // BATCH // ranks
     for rank in told:
         ours = rank["ours"]
         assert len(ours["trained"]) == 3 * per_epoch - SKIPPED
+        assert ours["processes"] == ranks
         assert ours["is a DataLoader"]
         prepared, rest = ours["loader"]
         assert_patched(prepared, 2 * per_epoch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.frameworks.material import BATCH, COUNT
@@ -12,8 +10,8 @@ from tests.frameworks.running import assert_kept, assert_same, told_by
 pytestmark = pytest.mark.frameworks
 
 
-def test_a_deterministic_engine_trains_and_resumes_as_with_torchs_loader(tmp_path: Path) -> None:
-    ranks = told_by("ignite", folder=tmp_path, needs=("ignite",))
+def test_a_deterministic_engine_trains_and_resumes_as_with_torchs_loader() -> None:
+    ranks = told_by("ignite", needs=("ignite",))
     assert_same(ranks)
     ours = ranks[0]["ours"]
     assert len(ours["plain"]["whole"]) == 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ pytestmark = pytest.mark.frameworks
 PER_EPOCH = COUNT // BATCH
 
 
-def told(what: str, folder: Path) -> Any:
+def told(what: str) -> Any:
     """What a job told, by rank."""
-    return told_by("lightning", what, folder=folder, needs=("lightning",))
+    return told_by("lightning", what, needs=("lightning",))
 
 
-def test_fit_trains_and_validates_as_with_torchs_loader(tmp_path: Path) -> None:
-    ranks = told("fit", tmp_path)
+def test_fit_trains_and_validates_as_with_torchs_loader() -> None:
+    ranks = told("fit")
     assert_same(ranks, except_for=("loader", "validating loader"))
     ours = ranks[0]["ours"]
     assert len(ours["trained"]) == 2 * PER_EPOCH
@@ -31,14 +30,14 @@ def test_fit_trains_and_validates_as_with_torchs_loader(tmp_path: Path) -> None:
     assert_kept(ours["validating loader"], 2 + 2 * 3)
 
 
-def test_a_loader_made_in_a_hook_and_built_again_keeps_its_options(tmp_path: Path) -> None:
-    ranks = told("hooks", tmp_path)
+def test_a_loader_made_in_a_hook_and_built_again_keeps_its_options() -> None:
+    ranks = told("hooks")
     assert_same(ranks)
     assert_kept(ranks[0]["ours"]["loader"], 2 * 3)
 
 
-def test_predict_tells_the_writer_which_samples_are_in_which_batch(tmp_path: Path) -> None:
-    ranks = told("predict", tmp_path)
+def test_predict_tells_the_writer_which_samples_are_in_which_batch() -> None:
+    ranks = told("predict")
     assert_same(ranks)
     ours = ranks[0]["ours"]
     assert [indices for _, indices in ours["batches"]] == [
@@ -47,8 +46,8 @@ def test_predict_tells_the_writer_which_samples_are_in_which_batch(tmp_path: Pat
     assert_kept(ours["loader"], PER_EPOCH)
 
 
-def test_two_processes_train_as_with_torchs_loader(tmp_path: Path) -> None:
-    ranks = told("ddp", tmp_path)
+def test_two_processes_train_as_with_torchs_loader() -> None:
+    ranks = told("ddp")
     assert_same(ranks, ranks=2, except_for=("loader", "validating loader"))
     for rank in ranks:
         assert_kept(rank["ours"]["loader"], PER_EPOCH)
@@ -57,7 +56,7 @@ def test_two_processes_train_as_with_torchs_loader(tmp_path: Path) -> None:
     assert ranks[0]["ours"]["trained"] != ranks[1]["ours"]["trained"]  # each has its own half
 
 
-def test_a_fabric_loop_trains_as_with_torchs_loader(tmp_path: Path) -> None:
-    ranks = told("fabric", tmp_path)
+def test_a_fabric_loop_trains_as_with_torchs_loader() -> None:
+    ranks = told("fabric")
     assert_same(ranks)
     assert_kept(ranks[0]["ours"]["loader"], 2 * PER_EPOCH)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.frameworks.material import BATCH, COUNT, WORKERS
@@ -12,8 +10,8 @@ from tests.frameworks.running import assert_kept, assert_same, told_by
 pytestmark = pytest.mark.frameworks
 
 
-def test_batches_are_the_tensordicts_that_torchs_loader_gives(tmp_path: Path) -> None:
-    ranks = told_by("tensordict", folder=tmp_path, needs=("tensordict",))
+def test_batches_are_the_tensordicts_that_torchs_loader_gives() -> None:
+    ranks = told_by("tensordict", needs=("tensordict",))
     assert_same(ranks)
     ours = ranks[0]["ours"]
     kinds = {way: {seen[0] for seen in ours[way]["seen"]} for way in ("itself", "collated", "classes")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.frameworks.material import BATCH, COUNT
@@ -12,8 +10,8 @@ from tests.frameworks.running import TWO_PROCESSES, assert_kept, assert_same, to
 pytestmark = pytest.mark.frameworks
 
 
-def test_two_ranks_train_as_with_torchs_loader(tmp_path: Path) -> None:
-    ranks = told_by("torchrun", folder=tmp_path, launcher=TWO_PROCESSES)
+def test_two_ranks_train_as_with_torchs_loader() -> None:
+    ranks = told_by("torchrun", launcher=TWO_PROCESSES)
     assert_same(ranks, ranks=2)
     for rank in ranks:
         assert_kept(rank["ours"]["loader"], COUNT // BATCH)  # two epochs of half of the batches
