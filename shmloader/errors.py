@@ -78,7 +78,8 @@ class SeedingWarning(UserWarning):
 
 
 class PlatformWarning(UserWarning):
-    """This platform has no anonymous shared files, so torch's own loader does the work.
+    """The slot pool cannot be had here, and the work is done in another way that gives the same batches.
 
-    Nothing to do; run on Linux to get the slot pool.
+    Without anonymous shared files (other systems than Linux) torch's own loader does it; in a daemonic process, such as
+    another loader's worker, which may have no children, it is done in that process itself. Nothing has to be changed.
     """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from copy import copy as shallow_copy
 from typing import Any, TypeVar
 
 import torch.utils.data
@@ -25,6 +27,11 @@ from shmloader.tuning.auto import AutoWorkers, check_max_workers, choose_workers
 from shmloader.workers.seeding import own_generators
 
 T_co = TypeVar("T_co", covariant=True)
+
+_warned_of_daemon = False
+
+#: Called with every loader whose iterator is made, and its record; for ``shmloader run``.
+watch: Callable[[Any, Record], None] | None = None
 
 #: torch's own loader, whatever its name is bound to by the time that somebody asks.
 TorchLoader = torch.utils.data.DataLoader
@@ -134,6 +141,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # -- iterating ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> _BaseDataLoaderIter:
+        if isinstance(self._iterator, InProcessIter):
+            self._iterator = None  # persistent workers that could not be had: nothing persists
         if isinstance(self._iterator, ShmIter) and self._iterator.spent:
             # Closed, broken off in the middle of a step, or a worker died: start afresh.
             self._iterator._shutdown_workers()
@@ -147,15 +156,30 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.num_workers and not segment.supported():
             warnings.warn("no anonymous shared files here; torch's own loader does the work", PlatformWarning, 2)
             return super()._get_iterator()
+        if watch is not None:
+            watch(self, _home(self).record)
         terms = _home(self).terms(self)
         if terms.seed_batches:
             _warn_of_generators(self.dataset)
         if self.num_workers == 0:
             return InProcessIter(self, terms, _home(self).recycler)
+        if multiprocessing.current_process().daemon:
+            return InProcessIter(self._without_workers(), terms, _home(self).recycler)
         self.check_worker_number_rationality()
         iterator = ShmIter(self, terms)
         _home(self).iterators.add(iterator)
         return iterator
+
+    def _without_workers(self) -> DataLoader[T_co]:
+        """This loader for a process that may have no children; torch's raises an error there."""
+        global _warned_of_daemon
+        if not _warned_of_daemon:
+            _warned_of_daemon = True
+            text = "this process is daemonic (another loader's worker?) and may have no workers of its own; "
+            warnings.warn(text + "batches are made in the process itself", PlatformWarning, stacklevel=3)
+        alone = shallow_copy(self)
+        alone.num_workers, alone.timeout = 0, 0
+        return alone
 
     # -- reading and closing -----------------------------------------------------------------------------------
 
@@ -323,14 +347,12 @@ def loaders() -> tuple[DataLoader[Any], ...]:
     return tuple(loader for loader in known if isinstance(loader, DataLoader))
 
 
-def record_of(loader: Any) -> Record:
-    """Where the iterators of ``loader``, which need not be ours, count."""
-    return _home(loader).record
-
-
 def terms_of(loader: Any, options: Any) -> Terms:
     """The terms for a loader that is not ours, with options that it does not have itself."""
-    return _home(loader).terms(options)
+    home = _home(loader)
+    if watch is not None:
+        watch(loader, home.record)
+    return home.terms(options)
 
 
 def _forget(key: int) -> None:

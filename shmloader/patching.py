@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from shmloader import loader as ours
 from shmloader.iterator import ShmIter
@@ -25,9 +25,6 @@ from shmloader.loader import TorchLoader, check_options
 from shmloader.memory import segment
 
 T_co = TypeVar("T_co", covariant=True)
-
-#: Called with every loader that is iterated while patched, and its record.
-Watcher = Callable[[Any, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,6 @@ class _Patch:
     num_workers: int | str | None = None
     force: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    watch: Watcher | None = None
     max_batches: int | None = None
 
     def workers(self, dataset: Any, asked: Any) -> Any:
@@ -89,11 +85,6 @@ class DataLoader(ours.DataLoader[T_co], metaclass=_StandsFor):
         length = super().__len__()
         return length if _patch is None or _patch.max_batches is None else min(length, _patch.max_batches)
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
-        if _patch is not None and _patch.watch is not None:
-            _patch.watch(self, ours.record_of(self))
-        return super()._get_iterator()
-
 
 class _First:
     """The first batches of an epoch: all else is the iterator's own."""
@@ -131,8 +122,6 @@ class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
         named = {"memory_limit": None, "slots": None, "seeding": None, "copy": False}
         named |= _patch.options if _patch is not None else {}
         options = SimpleNamespace(num_workers=loader.num_workers, **named)
-        if _patch is not None and _patch.watch is not None:
-            _patch.watch(loader, ours.record_of(loader))
         super().__init__(loader, ours.terms_of(loader, options))
 
 
@@ -140,7 +129,16 @@ class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
 _STAND_INS: dict[type, type] = {TorchLoader: DataLoader, _MultiProcessingDataLoaderIter: MultiProcessingIter}
 
 
-def patch_torch(*, num_workers: int | str | None = None, force: bool = False, **options: Any) -> None:
+def patch_torch(
+    *,
+    num_workers: int | str | None = None,
+    force: bool = False,
+    memory_limit: int | str | None = None,
+    slots: int | None = None,
+    seeding: str | None = None,
+    max_workers: int | None = None,
+    copy: bool = False,
+) -> None:
     """From now on, let torch's ``DataLoader`` be shmloader's, wherever in this process its name is used.
 
     That is ``torch.utils.data.DataLoader`` and every module's global that refers to it, in modules that are imported
@@ -151,13 +149,15 @@ def patch_torch(*, num_workers: int | str | None = None, force: bool = False, **
         num_workers: instead of the number that a loader asks for, if it asks for workers and its data set is
             map-style: an int of 1 or more, or ``"auto"``. Default: what it asks for.
         force: ``num_workers`` also for iterable data sets, and for loaders that ask for no workers.
-        options: ``memory_limit``, ``slots``, ``seeding``, ``max_workers``, ``copy``: for every loader that is made by
-            torch's name and does not say so itself.
+        memory_limit, slots, seeding, max_workers, copy: as of :class:`shmloader.DataLoader`, for every loader that is
+            made by torch's name and does not say so itself.
 
     Raises:
         TypeError, ValueError: as :class:`shmloader.DataLoader` would for these options; then nothing is patched.
     """
-    _apply(_Patch(_checked(num_workers), force, _checked_options(options)))
+    options = {"memory_limit": memory_limit, "slots": slots, "seeding": seeding, "max_workers": max_workers}
+    check_options(**options, copy=copy)
+    _apply(_Patch(_checked(num_workers), force, {**options, "copy": copy}))
 
 
 def unpatch_torch() -> None:
@@ -166,20 +166,37 @@ def unpatch_torch() -> None:
 
 
 @contextmanager
-def patched_torch(*, num_workers: int | str | None = None, force: bool = False, **options: Any) -> Iterator[None]:
+def patched_torch(
+    *,
+    num_workers: int | str | None = None,
+    force: bool = False,
+    memory_limit: int | str | None = None,
+    slots: int | None = None,
+    seeding: str | None = None,
+    max_workers: int | None = None,
+    copy: bool = False,
+) -> Iterator[None]:
     """:func:`patch_torch` inside, and what was before afterwards."""
     before = _patch
-    patch_torch(num_workers=num_workers, force=force, **options)
+    patch_torch(
+        num_workers=num_workers,
+        force=force,
+        memory_limit=memory_limit,
+        slots=slots,
+        seeding=seeding,
+        max_workers=max_workers,
+        copy=copy,
+    )
     try:
         yield
     finally:
         _apply(before)
 
 
-def attend(watch: Watcher, max_batches: int | None = None) -> None:
-    """While patched as now, tell ``watch`` of every loader that is iterated, and end epochs after ``max_batches``."""
+def end_epochs_after(max_batches: int | None) -> None:
+    """While patched as now, end the epochs of loaders that are made by torch's name after so many batches."""
     assert _patch is not None
-    _apply(replace(_patch, watch=watch, max_batches=max_batches))
+    _apply(replace(_patch, max_batches=max_batches))
 
 
 def _checked(num_workers: int | str | None) -> int | str | None:
@@ -189,14 +206,6 @@ def _checked(num_workers: int | str | None) -> int | str | None:
     if isinstance(num_workers, int) and num_workers < 1:
         raise ValueError(f"num_workers must be 1 or more: patching turns no workers off, got {num_workers}")
     return num_workers
-
-
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    unknown = sorted(options.keys() - ours.OPTIONS)
-    if unknown:
-        raise TypeError(f"patch_torch() takes {', '.join(ours.OPTIONS)}, num_workers and force, not {unknown[0]!r}")
-    check_options(**options)
-    return {**options}
 
 
 def _apply(patch: _Patch | None) -> None:

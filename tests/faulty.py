@@ -16,14 +16,20 @@ from torch.utils.data import Dataset, default_collate
 #: Ways to go wrong, and what the error in the main process says about each.
 WAYS = {
     "raise": "Caught ValueError in DataLoader worker process",
-    "sys.exit(0)": "exited unexpectedly with exit code 0",
-    "sys.exit(3)": "exited unexpectedly with exit code 3",
+    "sys.exit(0)": "It ended with SystemExit: 0.",
+    "sys.exit(3)": "It ended with SystemExit: 3.",
+    "interrupt": "It ended with KeyboardInterrupt.",
+    "quit": "It ended with Quit: enough.",
     "os._exit(7)": "exited unexpectedly with exit code 7",
     "SIGKILL": "is killed by signal: Killed",
     "SIGSEGV": "is killed by signal: Segmentation fault",
 }
 #: Where in a batch's life it goes wrong. "holding": the batch has been collated inside the slot already.
 STAGES = ("start", "fetch", "collate", "holding")
+
+
+class Quit(BaseException):
+    """An exception that is no Exception."""
 
 
 def fail(way: str) -> None:
@@ -34,6 +40,10 @@ def fail(way: str) -> None:
         sys.exit(int(way[9]))
     if way == "os._exit(7)":
         os._exit(7)
+    if way == "interrupt":
+        raise KeyboardInterrupt
+    if way == "quit":
+        raise Quit("enough")
     if way == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "SIGSEGV":

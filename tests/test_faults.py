@@ -123,6 +123,12 @@ def test_a_death_says_which_samples_it_came_from() -> None:
         list(DataLoader(trap, BATCH, num_workers=1))
 
 
+def test_a_death_by_an_exception_says_the_exit_code_and_the_exception() -> None:
+    trap = Trap("sys.exit(3)", "fetch")
+    with pytest.raises(WorkerDiedError, match=r"with exit code 3\..* It ended with SystemExit: 3\."):
+        list(DataLoader(trap, BATCH, num_workers=1))
+
+
 def test_a_failing_start_answers_every_batch_with_its_error() -> None:
     trap = Trap("raise", "start", length=6)
     iterator = iter(DataLoader(trap, BATCH, num_workers=2, **trap.hooks()))

@@ -212,7 +212,7 @@ def test_force_means_every_loader() -> None:
         ({"num_workers": True}, TypeError, "got True"),
         ({"slots": 0}, ValueError, "slots"),
         ({"memory_limit": "lots"}, ValueError, "memory_limit"),
-        ({"batch_size": 4}, TypeError, "copy, num_workers and force, not 'batch_size'"),
+        ({"batch_size": 4}, TypeError, "unexpected keyword argument 'batch_size'"),
     ],
 )
 def test_wrong_options_patch_nothing(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from shmloader import patching
+from shmloader import loader, patching
 from shmloader.loader import OPTIONS
 from shmloader.stats import Record
 from shmloader.tuning.auto import AutoWorkers
@@ -25,7 +25,8 @@ def board() -> None:
     max_batches = asked.pop("max_batches")
     patching.patch_torch(**asked)
     report = Report()
-    patching.attend(report.note, max_batches)
+    patching.end_epochs_after(max_batches)
+    loader.watch = report.note
     atexit.register(report.print)
 
 
@@ -36,10 +37,10 @@ class Report:
         self._pid = os.getpid()
         self._seen: dict[int, tuple[Record, str, str]] = {}
 
-    def note(self, loader: Any, record: Record) -> None:
+    def note(self, iterated: Any, record: Record) -> None:
         """A loader is being iterated."""
         if id(record) not in self._seen:
-            self._seen[id(record)] = record, type(loader.dataset).__name__, line(loader)
+            self._seen[id(record)] = record, type(iterated.dataset).__name__, line(iterated)
 
     def print(self) -> None:
         """Say it on stderr, which leaves the script's own output alone."""
@@ -54,25 +55,25 @@ class Report:
             print(f"    from shmloader import DataLoader\n    {code}", file=sys.stderr)
 
 
-def line(loader: Any) -> str:
+def line(made: Any) -> str:
     """The call that makes such a loader with shmloader, as far as its attributes tell."""
     parts = ["dataset"]
-    sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    if batch_sampler is not None and loader.batch_size is None:
+    sampler, batch_sampler = made.sampler, made.batch_sampler
+    if batch_sampler is not None and made.batch_size is None:
         parts.append(f"batch_sampler=<{type(batch_sampler).__name__}>")
     else:
-        parts.append(f"batch_size={loader.batch_size}")
+        parts.append(f"batch_size={made.batch_size}")
         if type(sampler) is RandomSampler and not sampler.replacement:
             parts.append("shuffle=True")
-        elif type(sampler) is not SequentialSampler and loader._dataset_kind == 0:
+        elif type(sampler) is not SequentialSampler and made._dataset_kind == 0:
             parts.append(f"sampler=<{type(sampler).__name__}>")
-    automatic = isinstance(loader.num_workers, AutoWorkers)
-    parts.append('num_workers="auto"' if automatic else f"num_workers={loader.num_workers}")
+    automatic = isinstance(made.num_workers, AutoWorkers)
+    parts.append('num_workers="auto"' if automatic else f"num_workers={made.num_workers}")
     defaults: dict[str, Any] = {"drop_last": False, "pin_memory": False, "timeout": 0, "persistent_workers": False}
     defaults |= {"in_order": True, "worker_init_fn": None, "generator": None}
-    defaults |= {"prefetch_factor": 2 if loader.num_workers else None}
+    defaults |= {"prefetch_factor": 2 if made.num_workers else None}
     for name in (*defaults, *OPTIONS):
-        value = getattr(loader, name, None)
+        value = getattr(made, name, None)
         if value != defaults.get(name, False) and value is not None:
             parts.append(f"{name}={_text(value)}")
     return f"DataLoader({', '.join(parts)})"

@@ -54,6 +54,8 @@ class Worker:
     owes: int = 0
     #: What it has spent its time with, by its last message.
     spent: tuple[float, ...] = NO_TIME
+    #: The exception that its process ends with, by its own account.
+    last_words: str = ""
     #: Whether the poll object also waits for room in the channel.
     clogged: bool = False
     #: Layouts by number, as this process announced them: the numbers live as long as it does.
@@ -88,7 +90,10 @@ class Worker:
             pass
 
     def epitaph(self) -> str:
-        """How the process ended, in torch's words."""
+        """How the process ended: in torch's words, and in its own."""
+        return self._verdict() + (f" It ended with {self.last_words}." if self.last_words else "")
+
+    def _verdict(self) -> str:
         pid, code = self.process.pid, _exit_code(self.process)
         if code is None:
             return f"DataLoader worker (pid {pid}) exited unexpectedly; its exit code was collected by somebody else"
@@ -269,10 +274,13 @@ class Crew:
             yield worker, message
 
     def _receive(self, worker: Worker) -> Message | None:
-        """The next message but Hello, which concerns only the crew; None if there is none now."""
+        """The next message but Hello and Dying, which concern only the crew; None if there is none now."""
         channel = worker.channel
         try:
             while channel.fileno() >= 0 and (message := channel.receive()) is not None:
+                if message.tag == Tag.DYING:
+                    worker.last_words = message.body.decode()
+                    continue
                 if message.tag != Tag.HELLO:
                     return message
                 worker.apply(WorkerEvent.HELLO)

@@ -17,6 +17,7 @@ Who sends what to whom. One channel per worker, ordered; every message names its
         Resume(epoch)                            -->    <--  Filled(layout | file)  the range is the main's again
         Stop                                     -->    <--  Failed(error) | Exhausted | LetGo(range)
                                                         <--  Hello                  once, after worker_init_fn
+                                                        <--  Dying(why)             an exception ends the process
 
 This module imports nothing of shmloader, because the ledger (memory) and the crew (workers) both apply its tables.
 """
@@ -153,6 +154,7 @@ class Tag:
     FAILED = 8  # worker: `batch` raised; body: the error; an empty body answers a DROP
     EXHAUSTED = 9  # worker: its iterable data set ended before `batch`
     LET_GO = 10  # worker: nothing refers to the range at `offset` any more
+    DYING = 12  # worker: an exception that is no Exception ends the process; body: its name and text
     FRAGMENT = 11  # both: the next piece of a body too long for one packet
 
 

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,6 +34,8 @@ from shmloader.workers.payload import FdParcel, Job, Payload, Unopened
 from shmloader.workers.protocol import INLINE_BYTES, NO_LAYOUT, Flag, Message, Tag
 
 _PR_SET_PDEATHSIG = 1
+#: Characters of the exception that ends a worker.
+MOST_LAST_WORDS = 200
 
 
 @dataclass(slots=True)
@@ -66,12 +69,28 @@ def main(seat: Seat) -> None:
         gc.freeze()
         segment = seat.pool if isinstance(seat.pool, Segment) else Segment.attach(seat.pool[0].fd, seat.pool[1])
         assert not isinstance(seat.job, Payload), "a payload arrives unopened"
-        serve(seat.worker_id, seat.job, Inbox(Channel(seat.end), watch), segment)
+        channel = Channel(seat.end)
+        with _last_words(channel):
+            serve(seat.worker_id, seat.job, Inbox(channel, watch), segment)
     except (KeyboardInterrupt, Orphaned):
         pass
     finally:
         # A second Ctrl-C while the process winds up would print a traceback that helps nobody.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _last_words(channel: Channel) -> Iterator[None]:
+    """Let the main process know what ends this one, if it is an exception: ``sys.exit()`` in a data set, say."""
+    try:
+        yield
+    except Orphaned:
+        raise
+    except BaseException as error:
+        text = f"{type(error).__qualname__}: {error}".removesuffix(": ")[:MOST_LAST_WORDS]
+        with contextlib.suppress(EOFError):
+            channel.send(Tag.DYING, Flag.NONE, NO_LAYOUT, 0, 0, 0, 0, text.encode(errors="replace"))
+        raise
 
 
 def _yield_to_loader() -> None:

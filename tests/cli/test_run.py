@@ -85,6 +85,25 @@ print(len(numbers(DataLoader(Stream(), batch_size=None))))
     assert found.returncode == 0
 
 
+def test_loaders_that_the_script_takes_from_us_are_reported_too(tmp_path: Path) -> None:
+    found = run(tmp_path, "import shmloader\nnumbers(shmloader.DataLoader(NUMBERS, 8, num_workers=1, slots=6))")
+    assert "DataLoader(dataset, batch_size=8, num_workers=1, slots=6)" in found.stderr
+
+
+def test_a_loader_that_is_gone_by_the_end_is_reported_and_a_forked_child_reports_nothing(tmp_path: Path) -> None:
+    script = """
+loader = DataLoader(NUMBERS, 8, num_workers=1)
+numbers(loader)
+del loader
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    found = run(tmp_path, script)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("loader over TensorDataset: 5 batches") == 1
+
+
 def test_force_and_auto_workers(tmp_path: Path) -> None:
     script = """
 from shmloader.tuning.auto import AutoWorkers

@@ -105,7 +105,7 @@ def test_every_packet_begins_with_a_tag_and_holds_every_field() -> None:
 
 def test_tags_and_flags_fit_into_their_byte_and_are_distinct() -> None:
     tags, flags = ([value for name, value in vars(kind).items() if name.isupper()] for kind in (Tag, Flag))
-    assert len(tags) == len(set(tags)) == 11
+    assert len(tags) == len(set(tags)) == 12
     assert max(tags) < 256
     assert sum(flags) < 256
     assert all(flag & (flag - 1) == 0 for flag in flags)
