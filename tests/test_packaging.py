@@ -175,6 +175,24 @@ def test_the_readmes_test_command_sets_everything_up_by_itself() -> None:
     assert "-m pytest" in command
 
 
+def test_the_readmes_frameworks_command_sets_everything_up_by_itself() -> None:
+    command = block_after("ci:frameworks")
+    assert re.match(r"python3? -m venv \.venv && ", command)
+    assert ".[test,frameworks]" in command
+    assert command.endswith("-m pytest -m frameworks")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], [""], ["fast", "frameworks"]], ids=["unknown", "empty", "two"])
+def test_the_ci_script_refuses_other_parts_than_it_has(arguments: list[str]) -> None:
+    script = ROOT / ".ci" / "run"
+    if not script.exists():
+        pytest.skip("not a git checkout")
+    result = subprocess.run(["bash", script, *arguments], check=False, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == f".ci/run: give 'fast', 'frameworks', or nothing for both; not '{' '.join(arguments)}'\n"
+    assert result.stdout == ""
+
+
 def test_the_readmes_demo_command_sets_everything_up_by_itself() -> None:
     commands = [line for line in README.splitlines() if "shmloader demo" in line and "-m venv" in line]
     assert any(".[demo]" in line for line in commands)

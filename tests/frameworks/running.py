@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ def told_by(
 ) -> Any:
     """Run ``job_<job>.py`` to its end; what it told, by rank.
 
-    Fails if a module that it needs is not installed, if it ends with an error, and if a process of it is left.
+    Fails if a package that it needs is not installed, if it ends with an error, and if a process of it is left.
     """
-    missing = [module for module in needs if importlib.util.find_spec(module) is None]
-    if missing:
+    installed = {distribution.name.lower() for distribution in metadata.distributions()}
+    if missing := [name for name in needs if name not in installed]:
         pytest.fail(f"not installed: {', '.join(missing)}; {INSTALL}", pytrace=False)
     command = [sys.executable, *launcher, str(ROOT / "tests" / "frameworks" / f"job_{job}.py"), *args]
     # Not below pytest's folder: sockets lie in there, whose paths have to be short.
@@ -61,6 +61,7 @@ def _run(command: list[str], folder: Path, limit_s: float) -> tuple[int | None, 
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     }
     code = None
     with (folder / "output").open("w") as output:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.frameworks
 
 
 def test_a_deterministic_engine_trains_and_resumes_as_with_torchs_loader() -> None:
-    ranks = told_by("ignite", needs=("ignite",))
+    ranks = told_by("ignite", needs=("pytorch-ignite",))
     assert_same(ranks)
     ours = ranks[0]["ours"]
     assert len(ours["plain"]["whole"]) == 12

@@ -10,9 +10,9 @@ from tests.frameworks.running import told_by
 
 def test_a_missing_package_is_a_failure_that_says_what_to_install() -> None:
     with pytest.raises(
-        pytest.fail.Exception, match=r"not installed: no_such_framework; pip install '\.\[frameworks\]'"
+        pytest.fail.Exception, match=r"not installed: no-such-framework; pip install '\.\[frameworks\]'"
     ):
-        told_by("leftover", needs=("json", "no_such_framework"))
+        told_by("leftover", needs=("pytest", "no-such-framework"))
 
 
 def test_a_process_that_is_left_behind_is_found_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
