@@ -31,8 +31,15 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The command line's tests come last: photographs and an optimiser double what every later fork has to copy."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests with other people's frameworks are left out unless ``-m`` names them, whatever else it asks for.
+
+    The command line's tests come last: photographs and an optimiser double what every later fork has to copy.
+    """
+    if "frameworks" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("frameworks")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name == "cli")
 
 

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import shmloader
+from tests.conftest import pytest_collection_modifyitems
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,7 +28,12 @@ ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 TOP_LEVEL = {"pyproject.toml", "shmloader", "tests", "benchmarks", "README.md", "LICENSE", "CHANGELOG.md"}
-DISTRIBUTIONS = {"PIL": "pillow", "skimage": "scikit-image", "pytest_timeout": "pytest-timeout"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "skimage": "scikit-image",
+    "pytest_timeout": "pytest-timeout",
+    "ignite": "pytorch-ignite",
+}
 
 
 def name_of(requirement: str) -> str:
@@ -71,16 +78,46 @@ def test_runtime_dependencies_are_three_with_lower_bounds_only() -> None:
 
 
 def test_the_extras_build_on_each_other() -> None:
-    assert set(EXTRAS) == {"cli", "bench", "demo", "test", "dev"}
+    assert set(EXTRAS) == {"cli", "bench", "demo", "test", "frameworks", "dev"}
     assert closure("cli") < closure("demo") < closure("test") < closure("dev")
     assert closure("cli") < closure("bench") < closure("test")
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
 def test_the_extra_test_brings_all_that_tests_and_benchmarks_import(folder: str) -> None:
-    brought = closure("test")
     for path, module in foreign_imports(folder):
+        brought = closure("test") | (closure("frameworks") if "frameworks" in path.parts else set())
         assert DISTRIBUTIONS.get(module, module) in brought, f"{path} imports {module}"
+
+
+def test_the_extra_frameworks_brings_only_what_its_tests_import() -> None:
+    imported = {module for path, module in foreign_imports("tests") if "frameworks" in path.parts}
+    # tests/datasets.py hides the package of that name here.
+    used = {DISTRIBUTIONS.get(module, module) for module in imported} | {"datasets"}
+    assert closure("frameworks") - {"numpy", "psutil"} <= used
+
+
+def test_tests_with_frameworks_are_left_out_unless_they_are_asked_for() -> None:
+    tests = set((ROOT / "tests" / "frameworks").glob("test_*.py"))
+    marked = {path for path in tests if re.search(r"^pytestmark = .*mark\.frameworks", path.read_text(), re.MULTILINE)}
+    assert {path.name for path in tests - marked} == {"test_running.py"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "left"), [("", ["ours"]), ("not slow", ["ours"]), ("frameworks", ["ours", "theirs"])]
+)
+def test_only_an_expression_that_names_frameworks_lets_them_in(expression: str, left: list[str]) -> None:
+    def item(name: str, *marks: str) -> Any:
+        return SimpleNamespace(name=name, path=Path(__file__), get_closest_marker=lambda mark: mark in marks)
+
+    deselected: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression), hook=hook)
+    everything = [item("ours", "slow"), item("theirs", "frameworks")]
+    items = list(everything)
+    pytest_collection_modifyitems(config, items)
+    assert [each.name for each in items] == left
+    assert deselected == [each for each in everything if each not in items]
 
 
 def test_the_oldest_python_is_the_one_that_the_tools_are_told() -> None:
@@ -136,6 +173,24 @@ def test_the_readmes_test_command_sets_everything_up_by_itself() -> None:
     assert re.match(r"python3? -m venv \.venv && ", command)
     assert ".[test]" in command
     assert "-m pytest" in command
+
+
+def test_the_readmes_frameworks_command_sets_everything_up_by_itself() -> None:
+    command = block_after("ci:frameworks")
+    assert re.match(r"python3? -m venv \.venv && ", command)
+    assert ".[test,frameworks]" in command
+    assert command.endswith("-m pytest -m frameworks")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], [""], ["fast", "frameworks"]], ids=["unknown", "empty", "two"])
+def test_the_ci_script_refuses_other_parts_than_it_has(arguments: list[str]) -> None:
+    script = ROOT / ".ci" / "run"
+    if not script.exists():
+        pytest.skip("not a git checkout")
+    result = subprocess.run(["bash", script, *arguments], check=False, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == f".ci/run: give 'fast', 'frameworks', or nothing for both; not '{' '.join(arguments)}'\n"
+    assert result.stdout == ""
 
 
 def test_the_readmes_demo_command_sets_everything_up_by_itself() -> None:

@@ -1,0 +1,111 @@
+"""Runs the jobs of this folder, each a script in processes of its own, and reads what they tell."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.material import FOLDER, SLOTS
+from tests.programs import ROOT, all_gone
+
+LIMIT_S = 45.0
+GONE_WITHIN_S = 5.0
+OUR_CLASS = "shmloader.loader.DataLoader"
+INSTALL = "pip install '.[frameworks]'"
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def told_by(
+    job: str,
+    *args: str,
+    needs: tuple[str, ...] = (),
+    launcher: tuple[str, ...] = (),
+    limit_s: float = LIMIT_S,
+) -> Any:
+    """Run ``job_<job>.py`` to its end; what it told, by rank.
+
+    Fails if a package that it needs is not installed, if it ends with an error, and if a process of it is left.
+    """
+    installed = {distribution.name.lower() for distribution in metadata.distributions()}
+    if missing := [name for name in needs if name not in installed]:
+        pytest.fail(f"not installed: {', '.join(missing)}; {INSTALL}", pytrace=False)
+    command = [sys.executable, *launcher, str(ROOT / "tests" / "frameworks" / f"job_{job}.py"), *args]
+    # Not below pytest's folder: sockets lie in there, whose paths have to be short.
+    with tempfile.TemporaryDirectory(prefix="shmjob", dir="/tmp") as name:
+        folder = Path(name)
+        code, left = _run(command, folder, limit_s)
+        print((folder / "output").read_text())  # shown where the test fails
+        assert code == 0, f"{' '.join(command)} {'hangs' if code is None else f'ends with {code}'}"
+        assert not left, f"{' '.join(command)} leaves processes behind"
+        return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def _run(command: list[str], folder: Path, limit_s: float) -> tuple[int | None, bool]:
+    """Run a command with its output in the folder; its exit code, if it ends, and whether something of it is left."""
+    surroundings = {
+        **os.environ,
+        FOLDER: str(folder),  # also tells the job's processes from all others, whoever adopted them
+        "TMPDIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONFAULTHANDLER": "",
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    }
+    code = None
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=surroundings, cwd=folder
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
+            left = code is None or not all_gone(members(folder), GONE_WITHIN_S)
+        finally:
+            for pid in members(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+    return code, left
+
+
+def members(folder: Path) -> list[int]:
+    """The running processes of the job that was given this folder."""
+    mark = f"{FOLDER}={folder}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found
+
+
+def assert_same(told: Any, *, ranks: int = 1, except_for: tuple[str, ...] = ("loader",)) -> None:
+    """Fails unless every rank saw the same with both loaders, digit for digit, and was rid of the workers after it."""
+    assert len(told) == ranks
+    for rank in told:
+        theirs, ours = ({key: value for key, value in rank[name].items() if key not in except_for} for name in rank)
+        assert ours == theirs
+        assert ours["workers_left"] == 0
+
+
+def assert_kept(facts: Any, batches: int) -> None:
+    """Fails unless the framework worked with a loader of ours that has kept its option, and took batches from it."""
+    assert facts == {"class": OUR_CLASS, "slots": SLOTS, "batches": batches}
+
+
+def assert_patched(facts: Any, batches: int) -> None:
+    """Fails unless the loader that the framework made for itself is ours, with the option that was patched in."""
+    assert facts["class"].startswith("shmloader.")
+    assert (facts["slots"], facts["batches"]) == (SLOTS, batches)
