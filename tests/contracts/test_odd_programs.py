@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from tests.beside import both, close
-from tests.datasets import Made, Rows, Shards, first
+from tests.datasets import Items, Made, Rows, Shards, first
 
 
 class Duck:
@@ -178,6 +178,51 @@ def a_data_set_without_a_length_and_a_sampler_that_goes_too_far(kind: Any) -> An
     return found
 
 
+class FailsInItsThird:
+    """A sampler that raises the third time: in ``__iter__``, or when its second element is pulled."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once, self.times = at_once, 0
+
+    def __iter__(self) -> Any:
+        self.times += 1
+        if self.times == 3 and self.at_once:
+            raise LookupError("in iter")
+        return self.pull(self.times == 3)
+
+    def pull(self, fails: bool) -> Any:
+        yield 0
+        if fails:
+            raise LookupError("in next")
+        yield from range(1, 5)
+
+
+def samplers_that_fail_when_an_epoch_begins(kind: Any) -> Any:
+    found: list[Any] = []
+    for at_once, persistent in ((True, True), (False, True), (True, False)):
+        loader = kind(Made(5, int), sampler=FailsInItsThird(at_once), num_workers=2, persistent_workers=persistent)
+        for _ in range(4):
+            try:
+                found.append([int(item) for item in loader])
+            except LookupError as error:
+                found.append(str(error))
+        close(loader)
+    return found
+
+
+def a_data_set_that_grows_and_shrinks(kind: Any) -> Any:
+    data = Items([1, 2, 3])
+    alone, beside = kind(data, 2), kind(data, 2, num_workers=1, persistent_workers=True)
+    found: list[Any] = []
+    for items in ([1, 2, 3], [1, 2, 3, 4, 5], [9]):
+        data.items = items
+        found += [len(alone), list(alone), len(beside)]
+        beside.batch_sampler.sampler = range(min(3, len(items)))  # persistent workers have the first items for good
+        found.append(list(beside))
+    close(beside)
+    return found
+
+
 PROGRAMS: list[Callable[[Any], Any]] = [
     loaders_in_workers,
     workers_in_workers,
@@ -194,6 +239,8 @@ PROGRAMS: list[Callable[[Any], Any]] = [
     an_iterator_that_another_thread_goes_on_with,
     lengths_of_what_has_none,
     a_data_set_without_a_length_and_a_sampler_that_goes_too_far,
+    samplers_that_fail_when_an_epoch_begins,
+    a_data_set_that_grows_and_shrinks,
 ]
 FAIL = {workers_in_workers, a_batch_size_of_numpy, a_lookahead_that_is_a_float}
 
