@@ -74,6 +74,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     seeding: str | None = None
     max_workers: int | None = None
     copy: bool = False
+    # Frameworks delete it to end an epoch's workers; iterating again must not fail over that.
+    _iterator: _BaseDataLoaderIter | None = None
 
     def __init__(
         self,
