@@ -95,17 +95,19 @@ def assert_same(told: Any, *, ranks: int = 1, except_for: tuple[str, ...] = ("lo
     """Fails unless every rank saw the same with both loaders, digit for digit, and was rid of the workers after it."""
     assert len(told) == ranks
     for rank in told:
-        theirs, ours = ({key: value for key, value in rank[name].items() if key not in except_for} for name in rank)
-        assert ours == theirs
-        assert ours["workers_left"] == 0
+        theirs, ours = rank["torch"], rank["ours"]
+        assert ours.keys() == theirs.keys(), f"{sorted(ours)} instead of {sorted(theirs)}"
+        for what in theirs.keys() - set(except_for):
+            assert ours[what] == theirs[what], f"{what}: {ours[what]} instead of {theirs[what]}"
+        assert ours["workers_left"] == 0, f"{ours['workers_left']} workers left"
 
 
 def assert_kept(facts: Any, batches: int) -> None:
     """Fails unless the framework worked with a loader of ours that has kept its option, and took batches from it."""
-    assert facts == {"class": OUR_CLASS, "slots": SLOTS, "batches": batches}
+    assert facts == {"class": OUR_CLASS, "slots": SLOTS, "batches": batches}, facts
 
 
 def assert_patched(facts: Any, batches: int) -> None:
     """Fails unless the loader that the framework made for itself is ours, with the option that was patched in."""
-    assert facts["class"].startswith("shmloader.")
-    assert (facts["slots"], facts["batches"]) == (SLOTS, batches)
+    assert facts["class"].startswith("shmloader."), facts
+    assert (facts["slots"], facts["batches"]) == (SLOTS, batches), facts
