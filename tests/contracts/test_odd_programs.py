@@ -50,14 +50,6 @@ def loaders_in_workers(kind: Any) -> Any:
     return list(kind(Nested(kind, 0), num_workers=1, collate_fn=first))
 
 
-def workers_in_workers(kind: Any) -> Any:
-    iterator = iter(kind(Nested(kind, 1), num_workers=1, collate_fn=first))
-    try:
-        return list(iterator)
-    finally:
-        iterator._shutdown_workers()
-
-
 def another_default_dtype(kind: Any) -> Any:
     torch.set_default_dtype(torch.float64)
     try:
@@ -225,7 +217,6 @@ def a_data_set_that_grows_and_shrinks(kind: Any) -> Any:
 
 PROGRAMS: list[Callable[[Any], Any]] = [
     loaders_in_workers,
-    workers_in_workers,
     another_default_dtype,
     attributes_set_behind_the_loaders_back,
     persistent_from_the_second_epoch_on,
@@ -242,7 +233,7 @@ PROGRAMS: list[Callable[[Any], Any]] = [
     samplers_that_fail_when_an_epoch_begins,
     a_data_set_that_grows_and_shrinks,
 ]
-FAIL = {workers_in_workers, a_batch_size_of_numpy, a_lookahead_that_is_a_float}
+FAIL = {a_batch_size_of_numpy, a_lookahead_that_is_a_float}
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
