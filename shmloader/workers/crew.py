@@ -91,9 +91,9 @@ class Worker:
 
     def epitaph(self) -> str:
         """How the process ended: in torch's words, and in its own."""
-        return self._verdict() + (f" It ended with {self.last_words}." if self.last_words else "")
+        return self._end() + (f" It ended with {self.last_words}." if self.last_words else "")
 
-    def _verdict(self) -> str:
+    def _end(self) -> str:
         pid, code = self.process.pid, _exit_code(self.process)
         if code is None:
             return f"DataLoader worker (pid {pid}) exited unexpectedly; its exit code was collected by somebody else"

@@ -154,8 +154,8 @@ class Tag:
     FAILED = 8  # worker: `batch` raised; body: the error; an empty body answers a DROP
     EXHAUSTED = 9  # worker: its iterable data set ended before `batch`
     LET_GO = 10  # worker: nothing refers to the range at `offset` any more
-    DYING = 12  # worker: an exception that is no Exception ends the process; body: its name and text
     FRAGMENT = 11  # both: the next piece of a body too long for one packet
+    DYING = 12  # worker: an exception that is no Exception ends the process; body: its name and text
 
 
 class Flag:

@@ -333,7 +333,7 @@ class _Bench:
     ) -> None:
         inbox = self._inbox
         try:
-            inbox.channel.send(tag, flags, layout, message[3], message[4], offset, size, body, fd, inbox.spent)
+            inbox.channel.send(tag, flags, layout, message.epoch, message.batch, offset, size, body, fd, inbox.spent)
         except EOFError:
             raise Orphaned from None
 
