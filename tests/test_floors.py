@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -167,11 +168,54 @@ def test_runtime_dependencies_are_torch_numpy_and_psutil(name: str) -> None:
     assert foreign <= {"shmloader", "torch", "numpy", "psutil"} | extras
 
 
-@pytest.mark.slow
-def test_importing_the_package_loads_nothing_that_is_for_peoples_eyes() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import shmloader; "
-        f"print(*{FOR_PEOPLES_EYES} & (set(sys.modules) - before))"
-    )
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a fresh Python has after a statement and had not before it."""
+    code = f"import sys; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert answer.stdout.split() == []
+    return set(answer.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_else() -> None:
+    assert {name for name in loaded_by("import shmloader") if top_level(name) not in sys.stdlib_module_names} == {
+        "shmloader"
+    }
+
+
+def test_shmloader_run_hands_over_to_the_script_without_importing_torch_first() -> None:
+    assert "torch" not in loaded_by("import shmloader.cli.run")
+
+
+@pytest.mark.slow
+def test_importing_all_of_the_package_loads_nothing_that_is_for_peoples_eyes() -> None:
+    loaded = loaded_by("import torch; before = set(sys.modules); from shmloader import *")
+    assert "shmloader.patching" in loaded
+    assert not {top_level(name) for name in loaded} & FOR_PEOPLES_EYES
+
+
+@pytest.mark.slow
+def test_a_spawned_workers_half_does_without_the_main_processs_half() -> None:
+    """Every worker loads it while the first batch is waited for."""
+    loaded = loaded_by("import shmloader.workers.worker")
+    assert "shmloader.memory.codec" in loaded
+    assert not loaded & {
+        "psutil",
+        *(f"shmloader.{name}" for name in ("loader", "iterator", "pump", "stats", "verdict")),
+    }
+
+
+def test_the_package_has_the_names_that_type_checkers_see() -> None:
+    names = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(MODULES[""].read_text()))
+        if isinstance(node, ast.ImportFrom) and ours(node.module or "")
+        for alias in node.names
+    }
+    assert sorted(names) == sorted(shmloader.__all__)
+    for name, module in names.items():
+        assert getattr(shmloader, name) is getattr(importlib.import_module(str(module)), name)
+    assert set(names) <= set(dir(shmloader))
+
+
+def test_a_name_that_the_package_lacks_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'shmloader' has no attribute 'DataLoaders'"):
+        shmloader.DataLoaders  # noqa: B018

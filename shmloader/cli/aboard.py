@@ -11,12 +11,10 @@ from typing import Any
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from shmloader import loader, patching
+from shmloader.cli.run import VARIABLE
 from shmloader.loader import OPTIONS
 from shmloader.stats import Record
 from shmloader.tuning.auto import AutoWorkers
-
-#: What ``shmloader run`` asks of the processes that it starts: JSON.
-VARIABLE = "SHMLOADER_RUN"
 
 
 def board() -> None:

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shmloader.cli.aboard import VARIABLE
-
+#: What ``shmloader run`` asks of the processes that it starts: JSON.
+VARIABLE = "SHMLOADER_RUN"
 SITE = Path(__file__).with_name("site")
 
 

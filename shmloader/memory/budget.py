@@ -6,7 +6,6 @@ import mmap
 import operator
 import re
 from collections.abc import Callable
-from fractions import Fraction
 
 MIB = 1 << 20
 LEAST_LIMIT_BYTES = MIB  # less holds no useful pool; a smaller number is nearly always one whose unit was forgotten
@@ -66,12 +65,15 @@ def _parse_text(text: str, available: Callable[[], int]) -> int:
     unit = match[2].lower() if match else ""
     if match is None or (unit not in UNITS_BYTES and unit != "%"):
         raise ValueError(f"memory_limit={text!r} is no size; it must be {ACCEPTED}")
-    number = Fraction(match[1])  # exact: as a float, '0.07GiB' may come out a byte off
+    # Exact, as an int over a power of ten: as a float, '0.07GiB' may come out a byte off.
+    whole, _, decimals = match[1].partition(".")
+    number = int(whole + decimals)
+    scale: int = 10 ** len(decimals)
     if unit != "%":
-        size_bytes, note = int(number * UNITS_BYTES[unit]), ""
-    elif 0 < number <= 100:
+        size_bytes, note = number * UNITS_BYTES[unit] // scale, ""
+    elif 0 < number <= 100 * scale:
         whole_bytes = available()
-        size_bytes, note = int(number * whole_bytes / 100), f" of the {whole_bytes} bytes available now"
+        size_bytes, note = number * whole_bytes // (100 * scale), f" of the {whole_bytes} bytes available now"
     else:
         raise ValueError(f"memory_limit={text!r} must be above 0% and at most 100% of the available memory")
     if size_bytes < LEAST_LIMIT_BYTES:
