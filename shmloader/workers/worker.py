@@ -243,6 +243,8 @@ class _Bench:
         if self._ended:
             self._send_for(message, Tag.EXHAUSTED, self._close_arena())
             return None
+        if isinstance(data, ExceptionWrapper):
+            failure = data  # one that the data set or the collate function made is raised, as by torch's loader
         if failure is None:
             try:
                 return data if isinstance(data, codec.Encoded) else codec.encode(data)

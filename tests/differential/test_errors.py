@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import (
     Dataset,
     IterableDataset,
@@ -143,6 +144,23 @@ def test_an_error_in_the_collate_function_arrives_as_torchs() -> None:
         return [gist(item) for item in one_epoch(iterator)]
 
     assert both(run)[3][1][0] == "Caught ValueError in DataLoader worker process 1."
+
+
+def wraps_three(items: Any) -> Any:
+    if items[0] != 3:
+        return torch.tensor(items)
+    try:
+        raise ValueError("wrapped by hand")
+    except ValueError:
+        return ExceptionWrapper(where="in a collate function")
+
+
+def test_an_error_that_a_collate_function_returns_is_raised_as_by_torch() -> None:
+    def run(kind: Any) -> list[Any]:
+        iterator = iter(kind(Made(8, int), num_workers=2, collate_fn=wraps_three))
+        return [gist(item) for item in one_epoch(iterator)]
+
+    assert both(run)[3][1][0] == "Caught ValueError in a collate function."
 
 
 def fail_in_worker_one(worker: int) -> None:
