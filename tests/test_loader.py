@@ -95,7 +95,12 @@ def test_what_torch_notices_only_when_it_iterates_is_the_same_error(options: dic
 
 
 @pytest.mark.parametrize(
-    "options", [{"dataset": STREAM, "shuffle": False}, {"num_workers": True}, {"num_workers": 2.0}], ids=str
+    "options",
+    [
+        pytest.param({"dataset": STREAM, "shuffle": False}, id="a stream, not shuffled"),
+        pytest.param({"num_workers": True}, id="True"),
+        pytest.param({"num_workers": 2.0}, id="2.0"),
+    ],
 )
 def test_odd_arguments_that_torch_accepts_are_accepted(options: dict[str, Any]) -> None:
     options = {"dataset": Rows(10), **options}
