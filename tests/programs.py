@@ -59,7 +59,10 @@ def all_gone(pids: Iterable[int], within_s: float) -> bool:
 
 def children() -> set[int]:
     """Children of this process, zombies included."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread ended: its children are another's
+            tasks = list(Path("/proc/self/task").iterdir())
+            return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
 def descriptors() -> int:

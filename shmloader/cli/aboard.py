@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from torch import distributed
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from shmloader import loader, patching
@@ -33,10 +34,12 @@ class Report:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._rank: str | None = None
         self._seen: dict[int, tuple[Record, str, str]] = {}
 
     def note(self, iterated: Any, record: Record) -> None:
         """A loader is being iterated."""
+        self._rank = rank() or self._rank  # by the end the process group may be gone
         if id(record) not in self._seen:
             self._seen[id(record)] = record, type(iterated.dataset).__name__, line(iterated)
 
@@ -44,13 +47,24 @@ class Report:
         """Say it on stderr, which leaves the script's own output alone."""
         if not self._seen or os.getpid() != self._pid:
             return  # a child that was forked has its parent's
-        rank = os.environ.get("RANK")
-        who = f"process {self._pid}" + (f", rank {rank}" if rank is not None else "")
-        print(f"\nshmloader run: {who}", file=sys.stderr)
+        lines = ["", f"shmloader run: process {self._pid}" + (f", rank {self._rank}" if self._rank else "")]
         for record, dataset, code in self._seen.values():
             stats = record.snapshot(lifetime=True)
-            print(f"  loader over {dataset}: {stats.batches} batches\n    {stats.verdict}", file=sys.stderr)
-            print(f"    from shmloader import DataLoader\n    {code}", file=sys.stderr)
+            lines += [f"  loader over {dataset}: {stats.batches} batches", f"    {stats.verdict}"]
+            lines += ["    from shmloader import DataLoader", f"    {code}"]
+        # In one piece: ranks that end at the same time share the terminal.
+        sys.stderr.write("\n".join([*lines, ""]))
+        sys.stderr.flush()
+
+
+def rank() -> str | None:
+    """Which of a job's processes this is, None where nothing tells.
+
+    Not every launcher says it in the environment, and Lightning's names only the rank on this machine.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return str(distributed.get_rank())
+    return os.environ.get("RANK")
 
 
 def line(made: Any) -> str:

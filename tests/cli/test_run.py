@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,30 +116,35 @@ print(type(loader.num_workers) is AutoWorkers, numbers(loader) == list(range(40)
     assert 'num_workers="auto"' in found.stderr
 
 
-def test_spawned_children_get_it_too_and_report_for_themselves(tmp_path: Path) -> None:
+def test_spawned_children_get_it_too_and_report_for_themselves_by_rank(tmp_path: Path) -> None:
     script = """
 def child(rank):
+    torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=1)
     loader = DataLoader(NUMBERS, 8, num_workers=1, multiprocessing_context="spawn")
     assert numbers(loader) == list(range(40))
+    torch.distributed.destroy_process_group()
     print(type(loader).__module__, flush=True)
 
 if __name__ == "__main__":
     torch.multiprocessing.spawn(child, nprocs=1)
 """
-    found = run(tmp_path, script)
+    found = run(tmp_path, script, args=(str(tmp_path / "meeting"),))
     assert (found.returncode, found.stdout) == (0, "shmloader.patching\n"), found.stderr
-    assert found.stderr.count("shmloader run: process") == 1
+    assert len(re.findall(r"shmloader run: process \d+, rank 0\n", found.stderr)) == 1
 
 
-def test_under_torchs_launcher_every_rank_reports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launched", ["from within", "by the launcher"])
+def test_with_torchs_launcher_every_rank_reports(tmp_path: Path, launched: str) -> None:
     (tmp_path / "ranks.py").write_text(
         PREAMBLE + "numbers(DataLoader(NUMBERS, 8))\nprint(type(DataLoader(NUMBERS)).__module__, flush=True)\n"
     )
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "ranks.py")]
-    found = start([sys.executable, "-m", "shmloader", "run", "-m", *launcher])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ours = ["-m", "shmloader", "run"]
+    order = [*ours, *launcher] if launched == "from within" else [*launcher, *ours]
+    found = start([sys.executable, *order, str(tmp_path / "ranks.py")])
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["shmloader.patching"] * 2
-    assert {"rank 0", "rank 1"} <= {part for row in found.stderr.splitlines() for part in row.split(", ")}
+    assert sorted(re.findall(r"shmloader run: process \d+, rank (\d)\n", found.stderr)) == ["0", "1"]
 
 
 def test_a_module_that_is_run_and_the_sitecustomize_that_was_there(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ignite.engine import DeterministicEngine, Events
 
-from tests.frameworks.material import COUNT, Points, compare, descend, facts_of, model, options, outline
+from tests.frameworks.material import Points, compared, descend, facts_of, model, options, outline, tell
 
 EPOCHS = 2
 STOP_AFTER = 8  # of twelve: in the middle of the second epoch
@@ -36,9 +36,9 @@ class Run:
         }
 
 
-def job(loader: Any, extras: dict[str, Any], noise: bool) -> dict[str, Any]:
+def job(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
     """A whole run, and one that goes on from a checkpoint of it."""
-    whole = Run(Points(COUNT, noise=noise), loader, extras)
+    whole = Run(Points(), loader, extras)
     saved: dict[str, Any] = {}
     used: dict[str, Any] = {}
     whole.engine.add_event_handler(Events.ITERATION_COMPLETED(once=STOP_AFTER), lambda _: saved.update(whole.state()))
@@ -47,18 +47,13 @@ def job(loader: Any, extras: dict[str, Any], noise: bool) -> dict[str, Any]:
     )
     whole.engine.run(whole.loader, max_epochs=EPOCHS)
 
-    rest = Run(Points(COUNT, noise=noise), loader, extras)
+    rest = Run(Points(), loader, extras)
     rest.network.load_state_dict(saved["network"])
     rest.engine.load_state_dict(saved["engine"])
     rest.engine.run(rest.loader, max_epochs=EPOCHS)
     return {"whole": whole.losses, "rest": rest.losses, "outlines": whole.outlines + rest.outlines, "loader": used}
 
 
-def both(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
-    """With draws in the workers, which no loader can pick up in the middle, and without."""
-    noisy, plain = job(loader, extras, noise=True), job(loader, extras, noise=False)
-    return {"noisy": noisy, "plain": plain, "loader": [noisy.pop("loader"), plain.pop("loader")]}
-
-
 if __name__ == "__main__":
-    compare(both)
+    noisy = compared(job)  # with draws in the workers, which no loader can pick up in the middle
+    tell({"noisy": noisy, "plain": compared(job, noise=False), "automatic": compared(job, automatic=True)})

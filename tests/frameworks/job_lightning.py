@@ -1,7 +1,8 @@
-"""Lightning's Trainer and Fabric: ``fit``, ``hooks``, ``predict``, ``ddp``, ``fabric``."""
+"""Lightning's Trainer and Fabric: ``one`` process, ``two`` of them, or a ``script`` that knows only torch's loader."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from tests.frameworks.material import Points, compare, facts_of, model, optimizer, options, outline, workers_alive
+from tests.frameworks.material import (
+    TORCH,
+    Points,
+    compared,
+    facts_of,
+    model,
+    optimizer,
+    options,
+    outline,
+    tell,
+    workers_alive,
+)
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -125,6 +137,14 @@ def hooks(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
     return {**module.seen(), "loader": facts_of(trainer.train_dataloader)}
 
 
+def overfit(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
+    """The loader is made outside of hooks, so that Lightning builds it once more from its attributes."""
+    trainer = Trainer(max_epochs=2, overfit_batches=3, **QUIET)
+    module = Regression()
+    trainer.fit(module, loader(Points(), shuffle=True, **options(**extras)))
+    return {**module.seen(), "loader": facts_of(trainer.train_dataloader)}
+
+
 def predict(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
     """Lightning always builds the loader once more, around a batch sampler that remembers indices."""
     writer = Writer()
@@ -138,9 +158,10 @@ def ddp(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
     return fit(loader, extras, strategy="ddp", devices=2)
 
 
-def fabric(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
+def fabric(loader: Any, extras: dict[str, Any], **how: Any) -> dict[str, Any]:
     """A loop of one's own."""
-    run = Fabric(accelerator="cpu", devices=1)
+    run = Fabric(accelerator="cpu", **{"devices": 1, **how})
+    run.launch()
     network = model()
     prepared, stepper = run.setup(network, optimizer(network))
     batches = run.setup_dataloaders(loader(Points(), shuffle=True, **options(**extras)))
@@ -153,11 +174,28 @@ def fabric(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
             stepper.zero_grad()
             trained.append(loss.item())
             outlines.append(outline([inputs, targets]))
-    return {"trained": trained, "outlines": outlines, "loader": facts_of(batches._dataloader)}
+    weights = [value.flatten().tolist() for value in network.state_dict().values()]
+    return {"trained": trained, "outlines": outlines, "weights": weights, "loader": facts_of(batches._dataloader)}
+
+
+def fabric_ddp(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
+    """Two processes; Fabric builds the loader once more, with its own sampler."""
+    return fabric(loader, extras, strategy="ddp", devices=2)
+
+
+def all_of(*jobs: Any, automatic: tuple[Any, ...]) -> dict[str, Any]:
+    """Each job, and some of them once more with an automatic number of workers."""
+    given = {job.__name__: compared(job) for job in jobs}
+    return {**given, "automatic": {job.__name__: compared(job, automatic=True) for job in automatic}}
 
 
 if __name__ == "__main__":
-    import os
-
-    job = {"fit": fit, "hooks": hooks, "predict": predict, "ddp": ddp, "fabric": fabric}[sys.argv[1]]
-    compare(job, rank=int(os.environ.get("LOCAL_RANK", "0")))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))  # the launcher starts this script once more for the second
+    if sys.argv[1] == "one":
+        facts = all_of(fit, hooks, overfit, predict, fabric, automatic=(hooks, overfit, predict))
+    elif sys.argv[1] == "two":
+        facts = all_of(ddp, fabric_ddp, automatic=(ddp, fabric_ddp))
+    else:
+        torch.manual_seed(5)
+        facts = ddp(TORCH, {})
+    tell(facts, rank)

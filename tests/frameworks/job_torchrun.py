@@ -1,14 +1,18 @@
-"""DistributedDataParallel with a DistributedSampler, one process a rank, as torchrun starts them."""
+"""DistributedDataParallel with a DistributedSampler, one process a rank, as torchrun starts them.
+
+With ``script`` it is one that knows only torch's loader.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from tests.frameworks.material import Points, compare, facts_of, model, options, two_epochs
+from tests.frameworks.material import TORCH, Points, compare, facts_of, model, options, tell, two_epochs
 
 
 def job(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +26,10 @@ def job(loader: Any, extras: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
     try:
-        compare(job, rank=torch.distributed.get_rank())
+        if sys.argv[1:] == ["script"]:
+            torch.manual_seed(5)
+            tell(job(TORCH, {}), torch.distributed.get_rank())
+        else:
+            compare(job, torch.distributed.get_rank())
     finally:
         torch.distributed.destroy_process_group()

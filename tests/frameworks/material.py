@@ -33,10 +33,12 @@ Job = Callable[[Any, dict[str, Any]], dict[str, Any]]
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Points and what a model is to make of them; with ``noise``, a draw from the worker's own generator is added."""
 
-    def __init__(self, count: int = COUNT, *, noise: bool = True) -> None:
+    noise = True  # of those that are made from now on
+
+    def __init__(self, count: int = COUNT) -> None:
         generator = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(count, 6, generator=generator)
-        self.noise = noise
+        self.noise = Points.noise
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -119,19 +121,30 @@ def facts_of(loader: Any) -> dict[str, Any]:
     return {
         "class": f"{type(loader).__module__}.{type(loader).__qualname__}",
         "slots": getattr(loader, "slots", None),
+        "num_workers": type(loader.num_workers).__name__,
         "batches": loader.stats(lifetime=True).batches if ours else None,
     }
 
 
 def compare(job: Job, rank: int = 0) -> None:
     """Do a job with torch's loader and with ours, and tell the test what this process saw."""
-    told: dict[str, Any] = {}
-    for name, loader, extras in (("torch", TORCH, {}), ("ours", OURS, {"slots": SLOTS})):
+    tell(compared(job), rank)
+
+
+def compared(job: Job, *, noise: bool = True, automatic: bool = False) -> dict[str, Any]:
+    """What a job saw with torch's loader and with ours.
+
+    With ``automatic`` ours chooses the number of its workers; no noise then, for it seeds batches and not workers.
+    """
+    Points.noise = noise and not automatic
+    options = {"slots": SLOTS, "num_workers": "auto"} if automatic else {"slots": SLOTS}
+    seen: dict[str, Any] = {}
+    for name, loader, extras in (("torch", TORCH, {}), ("ours", OURS, options)):
         torch.manual_seed(5)
-        told[name] = job(loader, extras)
+        seen[name] = job(loader, extras)
         gc.collect()
-        told[name]["workers_left"] = workers_alive()
-    tell(told, rank)
+        seen[name]["workers_left"] = workers_alive()
+    return seen
 
 
 def tell(facts: dict[str, Any], rank: int = 0) -> None:

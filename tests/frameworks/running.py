@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ LIMIT_S = 45.0
 GONE_WITHIN_S = 5.0
 OUR_CLASS = "shmloader.loader.DataLoader"
 INSTALL = "pip install '.[frameworks]'"
+RUN = ("-m", "shmloader", "run")
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -36,6 +38,17 @@ def told_by(
 
     Fails if a package that it needs is not installed, if it ends with an error, and if a process of it is left.
     """
+    return ran(job, *args, needs=needs, launcher=launcher, limit_s=limit_s)[0]
+
+
+def ran(
+    job: str,
+    *args: str,
+    needs: tuple[str, ...] = (),
+    launcher: tuple[str, ...] = (),
+    limit_s: float = LIMIT_S,
+) -> tuple[Any, str]:
+    """As :func:`told_by`, and what its processes wrote to their outputs."""
     installed = {distribution.name.lower() for distribution in metadata.distributions()}
     if missing := [name for name in needs if name not in installed]:
         pytest.fail(f"not installed: {', '.join(missing)}; {INSTALL}", pytrace=False)
@@ -44,10 +57,11 @@ def told_by(
     with tempfile.TemporaryDirectory(prefix="shmjob", dir="/tmp") as name:
         folder = Path(name)
         code, left = _run(command, folder, limit_s)
-        print((folder / "output").read_text())  # shown where the test fails
+        output = (folder / "output").read_text()
+        print(output)  # shown where the test fails
         assert code == 0, f"{' '.join(command)} {'hangs' if code is None else f'ends with {code}'}"
         assert not left, f"{' '.join(command)} leaves processes behind"
-        return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+        return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))], output
 
 
 def _run(command: list[str], folder: Path, limit_s: float) -> tuple[int | None, bool]:
@@ -91,23 +105,42 @@ def members(folder: Path) -> list[int]:
     return found
 
 
-def assert_same(told: Any, *, ranks: int = 1, except_for: tuple[str, ...] = ("loader",)) -> None:
-    """Fails unless every rank saw the same with both loaders, digit for digit, and was rid of the workers after it."""
+def assert_same(
+    told: Any, *, ranks: int = 1, except_for: tuple[str, ...] = ("loader",), of: tuple[str, ...] = ()
+) -> None:
+    """Fails unless every rank saw the same with both loaders, digit for digit, and was rid of the workers after it.
+
+    ``of`` names what to look at where a rank compared more than once.
+    """
     assert len(told) == ranks
     for rank in told:
-        theirs, ours = rank["torch"], rank["ours"]
-        assert ours.keys() == theirs.keys(), f"{sorted(ours)} instead of {sorted(theirs)}"
-        for what in theirs.keys() - set(except_for):
-            assert ours[what] == theirs[what], f"{what}: {ours[what]} instead of {theirs[what]}"
-        assert ours["workers_left"] == 0, f"{ours['workers_left']} workers left"
+        for name in of:
+            rank = rank[name]
+        assert rank["ours"].keys() == rank["torch"].keys()
+        assert_equal(rank["ours"], rank["torch"], except_for)
+        assert rank["ours"]["workers_left"] == 0, f"{rank['ours']['workers_left']} workers left"
 
 
-def assert_kept(facts: Any, batches: int) -> None:
-    """Fails unless the framework worked with a loader of ours that has kept its option, and took batches from it."""
-    assert facts == {"class": OUR_CLASS, "slots": SLOTS, "batches": batches}, facts
+def assert_equal(ours: Any, theirs: Any, except_for: tuple[str, ...] = ("loader",)) -> None:
+    """Fails unless what was seen with ours is what was seen with torch's."""
+    for what in ours.keys() - set(except_for):
+        assert ours[what] == theirs[what], f"{what}: {ours[what]} instead of {theirs[what]}"
 
 
-def assert_patched(facts: Any, batches: int) -> None:
+def assert_kept(facts: Any, batches: int, *, num_workers: str = "int") -> None:
+    """Fails unless the framework worked with a loader of ours that has kept its options, and took batches from it.
+
+    ``num_workers`` is the type's name: ``AutoWorkers`` if the number is an automatic one.
+    """
+    assert facts == {"class": OUR_CLASS, "slots": SLOTS, "num_workers": num_workers, "batches": batches}, facts
+
+
+def assert_patched(facts: Any, batches: int, *, num_workers: str = "int", slots: int | None = SLOTS) -> None:
     """Fails unless the loader that the framework made for itself is ours, with the option that was patched in."""
     assert facts["class"].startswith("shmloader."), facts
-    assert (facts["slots"], facts["batches"]) == (SLOTS, batches), facts
+    assert (facts["slots"], facts["num_workers"], facts["batches"]) == (slots, num_workers, batches), facts
+
+
+def reported(output: str) -> list[str]:
+    """The ranks whose process has told at its end, under ``shmloader run``, which loaders it had."""
+    return sorted(re.findall(r"^shmloader run: process \d+, rank (\d+)\n  loader over ", output, re.MULTILINE))
