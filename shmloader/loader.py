@@ -7,6 +7,7 @@ import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import copy as shallow_copy
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from shmloader.memory import segment
 from shmloader.memory.budget import check_slots, default_budget, parse_memory_limit
 from shmloader.memory.pool import Lender
 from shmloader.memory.recycled import Recycler
+from shmloader.sidecollate import collate_of
 from shmloader.stats import LoaderStats, Record
 from shmloader.tuning import machine
 from shmloader.tuning.auto import AutoWorkers, check_max_workers, choose_workers
@@ -47,6 +49,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Every argument of torch's loader means what it means there; these come on top:
 
     Args:
+        collate_fn: default: what a :class:`PairedDataset` with ``collate`` asks for, also within torch's ``Subset``,
+            ``ConcatDataset`` or ``ChainDataset``; else as torch's.
         num_workers: also ``"auto"``: chosen from the CPU affinity, the container's CPU quota and the physical cores,
             shared among the local ranks.
         memory_limit: most bytes that this loader's slots may take in this process: an int, ``"512MiB"``, ``"2GB"``, or
@@ -109,6 +113,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         options |= {"max_workers": max_workers, "copy": copy}
         num_workers = self._resolve(dataset, num_workers, options)
         max_workers = options["max_workers"]
+        if collate_fn is None:
+            collate_fn = collate_of(dataset, batching=batch_size is not None or batch_sampler is not None)
         if num_workers == "auto" or isinstance(num_workers, AutoWorkers):
             num_workers = _count_workers(dataset, batch_size, sampler, batch_sampler, max_workers)
         super().__init__(
@@ -247,7 +253,8 @@ def check_options(
 def _count_workers(dataset: Any, batch_size: Any, sampler: Any, batch_sampler: Any, max_workers: Any) -> AutoWorkers:
     batches = None
     if sampler is None and batch_sampler is None and hasattr(dataset, "__len__") and isinstance(batch_size, int):
-        batches = math.ceil(len(dataset) / batch_size) if batch_size > 0 else None
+        with suppress(TypeError):  # a ChainDataset, or a stream of pairs, of streams without a length
+            batches = math.ceil(len(dataset) / batch_size) if batch_size > 0 else None
     count, _ = choose_workers(
         cores=machine.usable_cores(),
         batches=batches,

@@ -34,7 +34,7 @@ SHARED_ROOMS = {
     "pump": "iterator",
     **dict.fromkeys(("inprocess", "endings", "turns"), "iterator"),
     **dict.fromkeys(("counts", "verdict"), "stats"),
-    **dict.fromkeys(("loader", "paired", "patching"), "front"),  # what a user imports
+    **dict.fromkeys(("loader", "paired", "patching", "sidecollate", "sides"), "front"),  # what a user imports
 }
 FOR_PEOPLES_EYES = {"argparse", "typer", "rich", "PIL", "skimage", "matplotlib"}
 

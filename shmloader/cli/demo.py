@@ -22,6 +22,8 @@ from shmloader.cli.photographs import HELD_OUT, TRAINING, Clean, Degraded, Patch
 from shmloader.cli.readout import show
 from shmloader.cli.restorer import Restorer, Trainer, psnr_db, restore
 
+Pairs = PairedDataset[tuple[Tensor, Tensor]]
+
 BATCHES_OF_WORK = 7  # made without a loader, to tell what the work itself costs
 REFRESH_S = 0.1  # between two drawings of the progress bar
 
@@ -74,7 +76,7 @@ def run(settings: Settings, console: Console) -> Figures:
     return figures
 
 
-def pairs_of(views: Views, seed: int) -> PairedDataset:
+def pairs_of(views: Views, seed: int) -> Pairs:
     """(degraded, clean) pairs, each (3, height, width) uint8."""
     return PairedDataset(Degraded(views, seed), Clean(views))
 
@@ -137,10 +139,10 @@ def _compare(settings: Settings, workers: int, training: Training, held_out: tup
     scale = settings.scale
     images = _decoded(settings, workers)
 
-    def job(count: int) -> PairedDataset:
+    def job(count: int) -> Pairs:
         return pairs_of(Patches(TRAINING, count, settings.seed), settings.seed)
 
-    def rows(count: int) -> PairedDataset:
+    def rows(count: int) -> Pairs:
         degraded, clean = images
         return PairedDataset(Rows(degraded, count), Rows(clean, count))
 
@@ -166,13 +168,13 @@ def _decoded(settings: Settings, workers: int) -> tuple[Tensor, Tensor]:
         return torch.cat(degraded), torch.cat(clean)
 
 
-def _hold_both(pairs: PairedDataset, batch_size: int, workers: int) -> dict[str, Holding] | None:
+def _hold_both(pairs: Pairs, batch_size: int, workers: int) -> dict[str, Holding] | None:
     if not footprint.readable():
         return None
     return {kind: hold(kind, pairs, batch_size, workers) for kind in KINDS}
 
 
-def _batch_work_s(pairs: PairedDataset, batch_size: int) -> float:
+def _batch_work_s(pairs: Pairs, batch_size: int) -> float:
     """Processor seconds that one batch costs whoever makes it, without a loader: median over the dataset."""
     seconds = []
     for first in range(0, len(pairs), batch_size):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def isolated() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-#: Data sets keep what they wrap in short lists; the first few entries say what is in a long one.
+#: Data sets keep what they wrap in short lists or dicts; the first few entries say what is in a long one.
 _LOOKED_AT = 16
 
 
@@ -85,7 +86,10 @@ def own_generators(dataset: Any) -> list[str]:
         for name, value in getattr(holder, "__dict__", {}).items():
             if isinstance(value, kinds):
                 found.append(prefix + name)
-            for wrapped in value[:_LOOKED_AT] if isinstance(value, (list, tuple)) else (value,):
+            parts = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+            )
+            for wrapped in islice(parts, _LOOKED_AT):
                 if isinstance(wrapped, Dataset) and id(wrapped) not in seen:
                     seen.add(id(wrapped))
                     ahead.append((f"{prefix}{name}.", wrapped))

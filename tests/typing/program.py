@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.utils.data
 from torch.utils.data import Dataset
@@ -48,7 +50,26 @@ with loader as same:
     for inputs, targets in same:
         print(inputs, targets)
 
-DataLoader(PairedDataset(Pictures(), Pictures()), num_workers=2)
+
+def jitter(picture: Sample, text: str) -> tuple[Sample, int]:
+    return picture, len(text)
+
+
+def same_crop(item: dict[str, Any]) -> dict[str, Any]:
+    return item
+
+
+pairs = PairedDataset(Pictures(), ["a", "b"], cycle="targets", collate=(None, len))
+assert_type(pairs, PairedDataset[tuple[Sample, str]])
+assert_type(pairs[0], tuple[Sample, str])
+assert_type(len(pairs), int)
+assert_type(DataLoader(pairs, num_workers=2), DataLoader[tuple[Sample, str]])
+assert_type(PairedDataset(Pictures(), ["a"], joint_transform=jitter), PairedDataset[tuple[Sample, int]])
+named = PairedDataset(a=Pictures(), b=[1], c=Pictures(), cycle=["b"], joint_transform=same_crop, collate={"b": len})
+assert_type(named, PairedDataset[dict[str, Any]])
+DataLoader(pairs, collate_fn=pairs.collate_fn)
+PairedDataset(Pictures(), Pictures(), Pictures())  # refused
+PairedDataset(Pictures(), Pictures(), joint_transform=3)  # refused
 
 shmloader.patch_torch(num_workers="auto", memory_limit=1 << 30, slots=9, seeding="worker", max_workers=3, copy=True)
 with shmloader.patched_torch(force=True, num_workers=2):

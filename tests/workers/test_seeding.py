@@ -99,6 +99,7 @@ def test_generator_objects_of_a_data_set_are_found_also_in_what_it_wraps() -> No
     assert own_generators(drawing) == names
     assert own_generators(Subset(drawing, [0])) == [f"dataset.{name}" for name in names]
     assert own_generators(PairedDataset(plain, drawing)) == [f"datasets.{name}" for name in names]
+    assert own_generators(PairedDataset(a=plain, b=drawing)) == [f"datasets.{name}" for name in names]
     assert own_generators(ConcatDataset([plain, Subset(drawing, [1])])) == [
         f"datasets.dataset.{name}" for name in names
     ]
