@@ -110,4 +110,4 @@ def test_rows_come_round_and_end() -> None:
 @pytest.mark.parametrize("index", [-1, 24])
 def test_an_index_out_of_range_is_an_index_error(index: int) -> None:
     with pytest.raises(IndexError, match=f"index {index} of 24"):
-        pairs()[index]
+        pairs().targets[index]

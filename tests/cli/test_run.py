@@ -143,7 +143,7 @@ def test_with_torchs_launcher_every_rank_reports(tmp_path: Path, launched: str) 
     order = [*ours, *launcher] if launched == "from within" else [*launcher, *ours]
     found = start([sys.executable, *order, str(tmp_path / "ranks.py")])
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == ["shmloader.patching"] * 2
+    assert found.stdout.count("shmloader.patching") == 2  # the launcher unbuffers them: line ends come apart
     assert sorted(re.findall(r"shmloader run: process \d+, rank (\d)\n", found.stderr)) == ["0", "1"]
 
 
