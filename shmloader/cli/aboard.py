@@ -35,25 +35,25 @@ class Report:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._rank: str | None = None
-        self._seen: dict[int, tuple[Record, str, str]] = {}
+        self._seen: dict[int, tuple[Record, str, list[str]]] = {}
 
     def note(self, iterated: Any, record: Record) -> None:
         """A loader is being iterated."""
         self._rank = rank() or self._rank  # by the end the process group may be gone
         if id(record) not in self._seen:
-            self._seen[id(record)] = record, type(iterated.dataset).__name__, line(iterated)
+            self._seen[id(record)] = record, type(iterated.dataset).__name__, lines(iterated)
 
     def print(self) -> None:
         """Say it on stderr, which leaves the script's own output alone."""
         if not self._seen or os.getpid() != self._pid:
             return  # a child that was forked has its parent's
-        lines = ["", f"shmloader run: process {self._pid}" + (f", rank {self._rank}" if self._rank else "")]
+        text = ["", f"shmloader run: process {self._pid}" + (f", rank {self._rank}" if self._rank else "")]
         for record, dataset, code in self._seen.values():
             stats = record.snapshot(lifetime=True)
-            lines += [f"  loader over {dataset}: {stats.batches} batches", f"    {stats.verdict}"]
-            lines += ["    from shmloader import DataLoader", f"    {code}"]
+            text += [f"  loader over {dataset}: {stats.batches} batches", f"    {stats.verdict}"]
+            text += [f"    {row}" for row in code]
         # In one piece: ranks that end at the same time share the terminal.
-        sys.stderr.write("\n".join([*lines, ""]))
+        sys.stderr.write("\n".join([*text, ""]))
         sys.stderr.flush()
 
 
@@ -65,6 +65,14 @@ def rank() -> str | None:
     if distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
     return os.environ.get("RANK")
+
+
+def lines(made: Any) -> list[str]:
+    """What to write to have such a loader without ``shmloader run``."""
+    if isinstance(made, loader.TorchLoader):
+        return ["from shmloader import DataLoader", line(made)]
+    # As fastai's, which has no more than torch's iterators read, and is made where a user cannot write anything.
+    return ["import shmloader", "shmloader.patch_torch()"]
 
 
 def line(made: Any) -> str:

@@ -147,6 +147,32 @@ def test_with_torchs_launcher_every_rank_reports(tmp_path: Path, launched: str) 
     assert sorted(re.findall(r"shmloader run: process \d+, rank (\d)\n", found.stderr)) == ["0", "1"]
 
 
+def test_what_only_has_a_loaders_attributes_is_reported_as_well(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+from torch.utils.data import dataloader
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (torch.tensor([number]) for number in range(5))
+
+class Imitation:
+    pass
+
+kept = Imitation()
+vars(kept).update(vars(DataLoader(Stream(), None, num_workers=1)))
+kept._auto_collation, kept._index_sampler, kept.multiprocessing_context = False, iter(int, 1), torch.multiprocessing
+del kept.sampler, kept.batch_size, kept.batch_sampler  # which fastai's does not have
+print([int(batch) for batch in dataloader._MultiProcessingDataLoaderIter(kept)])
+""",
+    )
+    assert (found.returncode, found.stdout) == (0, "[0, 1, 2, 3, 4]\n"), found.stderr
+    report = found.stderr.splitlines()
+    assert "  loader over Stream: 5 batches" in report
+    assert report[-2:] == ["    import shmloader", "    shmloader.patch_torch()"]
+
+
 def test_a_module_that_is_run_and_the_sitecustomize_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['MINE'] = 'seen'\n")
     (tmp_path / "trainer.py").write_text(
