@@ -81,5 +81,6 @@ class PlatformWarning(UserWarning):
     """The slot pool cannot be had here, and the work is done in another way that gives the same batches.
 
     Without anonymous shared files (other systems than Linux) torch's own loader does it; in a daemonic process, such as
-    another loader's worker, which may have no children, it is done in that process itself. Nothing has to be changed.
+    another loader's worker, which may have no children, it is done in that process itself; where the system refuses to
+    page-lock memory, copies to a device take a longer way. Nothing has to be changed.
     """

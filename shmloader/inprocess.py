@@ -10,6 +10,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from shmloader.counts import Counts
+from shmloader.device.carried import Carrier
 from shmloader.iterator import Terms
 from shmloader.memory.recycled import Recycler
 from shmloader.memory.stack import stack_in_process
@@ -32,17 +33,33 @@ class InProcessIter(_SingleProcessDataLoaderIter):
         self._seed_batches = terms.seed_batches
         self._fetched = 0
         self._counts, self._recycler = Counts(), recycler
+        self._carrier = self._open_device(terms)
         terms.record.begin(self._counts)
         terms.record.workers, terms.record.slots, terms.record.pids = 0, recycler.summary, list
         if self._collate_fn is default_collate:
             self._dataset_fetcher.collate_fn = self._collate
+
+    def _open_device(self, terms: Terms) -> Carrier | None:
+        terms.record.page_locked = int
+        if terms.accelerator is None:
+            terms.record.staging = int
+            return None
+        self._pin_memory = False  # the staging memory is page-locked, and nothing else has to be
+        carrier = Carrier(terms.accelerator)
+        terms.record.staging = lambda: carrier.nbytes
+        return carrier
 
     def _collate(self, samples: Any) -> Any:
         return stack_in_process(samples, self._recycler.lend, LEAST_RECYCLED_BYTES)
 
     def __next__(self) -> Any:
         self._counts.enter()
-        data = super().__next__()
+        try:
+            data = super().__next__()
+        except StopIteration:
+            if self._carrier is not None:
+                self._carrier.finish()
+            raise
         self._counts.leave()
         return data
 
@@ -50,10 +67,16 @@ class InProcessIter(_SingleProcessDataLoaderIter):
         started = time.perf_counter()
         try:
             data = self._fetch() if self._seed_batches else super()._next_data()  # type: ignore[no-untyped-call]
+            if self._carrier is not None:
+                data = self._carrier.carry(data)
         finally:
             self._counts.wait_s += time.perf_counter() - started
         self._counts.batches += 1
         return data
+
+    def __del__(self) -> None:
+        if (carrier := getattr(self, "_carrier", None)) is not None:
+            carrier.finish()
 
     def _fetch(self) -> Any:
         # The sampler draws from the training process's generators as ever; only the fetch is set apart, or dropout

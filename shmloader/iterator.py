@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,6 +26,9 @@ from torch.utils.data.dataloader import (
 )
 
 from shmloader import endings
+from shmloader.device import locking
+from shmloader.device.accelerator import Accelerator
+from shmloader.device.transfer import Transfer
 from shmloader.errors import IteratorBrokenError, WorkerDiedError
 from shmloader.memory.pool import Lender
 from shmloader.pump import Pump, Task
@@ -34,6 +38,8 @@ from shmloader.workers.crew import Crew, Worker, close_files
 from shmloader.workers.payload import Job
 from shmloader.workers.protocol import Message, Tag
 
+#: So many batches are copied to the device before they are asked for: one is read while the other's copy runs.
+AHEAD = 2
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 
@@ -47,6 +53,8 @@ class Terms:
     seed_batches: bool
     copy: bool
     record: Record
+    #: Where batches are delivered, if not on the CPU.
+    accelerator: Accelerator | None = None
 
 
 class _Outcome(NamedTuple):
@@ -92,13 +100,26 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def _start(self, loader: Any) -> None:
         terms = self._terms
-        self._pool = terms.lender.lend()
-        self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, self._pool.segment)
-        self._pump = Pump(self._crew, self._pool, terms.limit_bytes, terms.available, terms.copy, terms.record)
+        self._pool = pool = terms.lender.lend()
+        self._transfer = self._open_device()
+        self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, pool.segment)
+        self._pump = Pump(
+            self._crew, pool, terms.limit_bytes, terms.available, terms.copy, terms.record, self._transfer
+        )
         self._shutdown = self._ended = False
         endings.register(self)
         self._crew.start(self._job(loader))
         self._workers = [worker.process for worker in self._crew.workers]
+
+    def _open_device(self) -> Transfer | None:
+        accelerator = self._terms.accelerator
+        if accelerator is not None:
+            self._pin_memory = False  # there is nothing left to be pinned
+            locking.lock(self._pool, accelerator.device)
+            return Transfer(accelerator, self._pool.locked)
+        if self._pin_memory:
+            locking.lock(self._pool)
+        return None
 
     def _job(self, loader: Any) -> Job:
         return Job(
@@ -151,6 +172,9 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         record.begin(self._counts)
         record.workers = self._num_workers
         record.slots = lambda: found.summary() if (found := ledger()) is not None else {}
+        pool, transfer = weakref.ref(self._pool), weakref.ref(self._transfer) if self._transfer is not None else None
+        record.page_locked = lambda: found.locked_bytes if (found := pool()) is not None else 0
+        record.staging = lambda: found.staging.nbytes if transfer and (found := transfer()) is not None else 0
         record.pids = lambda: found.pids() if (found := crew()) is not None else []
 
     def __next__(self) -> Any:
@@ -197,7 +221,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._thread = threading.get_ident()
         try:
             while self._withheld is None:
-                self._pool.reclaim()
+                self._pump.reclaim()
                 if self._pump.needy:
                     self._serve_needs()
                 task = self._due()
@@ -205,8 +229,35 @@ class ShmIter(_MultiProcessingDataLoaderIter):
                     self._hand_over(task)
                 else:
                     self._hear()
+            if self._transfer is not None:
+                self._fly_ahead()
         finally:
             endings.leave(outermost)
+
+    def _fly_ahead(self) -> None:
+        """Enqueue the copies of the batches that come next, as far as they are there."""
+        for place in range(AHEAD):
+            task = self._coming(place)
+            if task is None or not task.answered:
+                self._hear_what_there_is()
+                task = self._coming(place)
+            if task is None or not task.answered:
+                return
+            self._pump.send_ahead(task)
+
+    def _coming(self, place: int) -> Task | None:
+        """The task that is delivered after ``place`` others."""
+        tasks = self._pump.tasks
+        if self._in_order:
+            return next(islice(tasks.values(), place, None), None)
+        return tasks[self._arrived[place]] if place < len(self._arrived) else None
+
+    def _hear_what_there_is(self) -> None:
+        try:
+            while self._hear_once(time.monotonic()):
+                self._serve_needs()
+        except WorkerDiedError:
+            pass  # the next next() says so
 
     def _due(self) -> Task | None:
         """The task to deliver now, if it is answered; ends the epoch when there is none left."""
@@ -247,6 +298,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile. Should the sampler
         # raise, the batch is not lost with it: the next call delivers it.
         self._withheld = outcome
+        # The frames of an error that came out of _deliver refer to this one: it, too, must not refer to the error.
+        del outcome
         self._try_put_index()
 
     def _deliver(self, task: Task) -> _Outcome:
@@ -254,12 +307,13 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             data = self._pump.deliver(task)
             if self._pin_memory:
                 data = pin_memory(data, self._pin_memory_device)
-            error = None
-        except Exception as raised:
+        except Exception as error:
             if task.batch in self._pump.tasks:
                 raise  # it came out of nowhere, and the batch is not delivered yet
-            data, error = None, raised  # the batch's own classes may raise anything
-        return _Outcome(data, error)
+            # The batch's own classes may raise anything. Kept in a variable of this frame, which its traceback refers
+            # to, the error would keep itself alive, and with it the slot.
+            return _Outcome(error=error)
+        return _Outcome(data)
 
     def poke(self) -> int:
         """Note what has been said, and grant what can be granted, without waiting.
@@ -272,13 +326,12 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         outermost = endings.enter()
         try:
             self._unsettled = True
-            self._pool.reclaim()
+            self._pump.reclaim()
             self._serve_needs()
-            while self._hear_once(time.monotonic()):
-                self._serve_needs()
+            self._hear_what_there_is()
+            if self._transfer is not None and not self._fatal:
+                self._fly_ahead()
             self._settle()
-        except WorkerDiedError:
-            pass  # the next next() says so
         finally:
             endings.leave(outermost)
         return sum(task.answered for task in self._pump.tasks.values())
@@ -389,6 +442,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         if self._ended or self._pid != os.getpid():
             return
         self._shutdown = True
+        if self._transfer is not None:
+            self._transfer.finish()
         self._crew.stop()
         self._ended = True
         if self._unsettled:

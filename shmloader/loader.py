@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy as shallow_copy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from shmloader.device import accelerator
+from shmloader.device.carried import Carried
 from shmloader.errors import PlatformWarning, SeedingWarning
 from shmloader.inprocess import InProcessIter
 from shmloader.iterator import ShmIter, Terms
@@ -40,7 +42,7 @@ TorchLoader = torch.utils.data.DataLoader
 
 SEEDINGS = ("worker", "batch")
 #: The keywords that torch's loader does not have.
-OPTIONS = ("memory_limit", "slots", "seeding", "max_workers", "copy")
+OPTIONS = ("memory_limit", "slots", "seeding", "max_workers", "copy", "device")
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -51,6 +53,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Args:
         collate_fn: default: what a :class:`PairedDataset` with ``collate`` asks for, also within torch's ``Subset``,
             ``ConcatDataset`` or ``ChainDataset``; else as torch's.
+        pin_memory: as torch's, but batches lie in page-locked slots as they are: nothing is copied. Dropping one right
+            after ``x.to("cuda", non_blocking=True)``, on any stream, is safe: its slot is used again only behind a
+            fence (CUDA's ``cuCtxRecordEvent``; before 12.5, and with HIP, a synchronised device) over all that the
+            device had been given. A slot that was leased during a graph's capture is never used again. Not seen are
+            captures that other libraries make without torch, and copies in CUDA contexts that are not torch's.
+            What cannot be page-locked is pinned by torch, in a copy.
         num_workers: also ``"auto"``: chosen from the CPU affinity, the container's CPU quota and the physical cores,
             shared among the local ranks.
         memory_limit: most bytes that this loader's slots may take in this process: an int, ``"512MiB"``, ``"2GB"``, or
@@ -64,6 +72,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ``"auto"``), and gives batches to whichever worker is free.
         max_workers: bound for ``num_workers="auto"``; for an iterable data set it also allows more than one.
         copy: deliver private copies only, never views of the pool.
+        device: where batches are delivered: ``"cuda"``, a ``torch.device`` or an index of ``torch.accelerator``'s
+            devices, resolved when an epoch begins (without an index: the current device of this process). Copies are
+            issued ahead of need on one side stream, for which the current stream waits at ``next()``; batches are the
+            consumer's own. Default, and for ``"cpu"``: batches stay on the CPU. ``pin_memory`` then has nothing to do.
         kwargs: newer torch's own keywords, passed on.
 
     Batches are views of pool memory that is theirs for as long as anything refers to it; hold as many as you like.
@@ -78,6 +90,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     seeding: str | None = None
     max_workers: int | None = None
     copy: bool = False
+    device: str | int | torch.device | None = None
     # Frameworks delete it to end an epoch's workers; iterating again must not fail over that.
     _iterator: _BaseDataLoaderIter | None = None
 
@@ -106,11 +119,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seeding: str | None = None,
         max_workers: int | None = None,
         copy: bool = False,
+        device: str | int | torch.device | None = None,
         **kwargs: Any,
     ) -> None:
-        check_options(memory_limit, slots, seeding, max_workers, copy)
+        check_options(memory_limit, slots, seeding, max_workers, copy, device)
         options: dict[str, Any] = {"memory_limit": memory_limit, "slots": slots, "seeding": seeding}
-        options |= {"max_workers": max_workers, "copy": copy}
+        options |= {"max_workers": max_workers, "copy": copy, "device": device}
         num_workers = self._resolve(dataset, num_workers, options)
         max_workers = options["max_workers"]
         if collate_fn is None:
@@ -160,10 +174,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> _BaseDataLoaderIter:
         # Pipes change their own graph while they are iterated; torch's iterator knows how.
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
-            return super()._get_iterator()
+            return self._torchs_iterator()
         if self.num_workers and not segment.supported():
             warnings.warn("no anonymous shared files here; torch's own loader does the work", PlatformWarning, 2)
-            return super()._get_iterator()
+            return self._torchs_iterator()
         if watch is not None:
             watch(self, _home(self).record)
         terms = _home(self).terms(self)
@@ -177,6 +191,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         iterator = ShmIter(self, terms)
         _home(self).iterators.add(iterator)
         return iterator
+
+    def _torchs_iterator(self) -> _BaseDataLoaderIter:
+        there = accelerator.find(self.device)
+        iterator = super()._get_iterator()
+        return iterator if there is None else cast(_BaseDataLoaderIter, Carried(iterator, there))
 
     def _without_workers(self) -> DataLoader[T_co]:
         """This loader for a process that may have no children; torch's raises an error there."""
@@ -234,7 +253,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 def check_options(
-    memory_limit: Any = None, slots: Any = None, seeding: Any = None, max_workers: Any = None, copy: Any = False
+    memory_limit: Any = None,
+    slots: Any = None,
+    seeding: Any = None,
+    max_workers: Any = None,
+    copy: Any = False,
+    device: Any = None,
 ) -> None:
     """Whether the options make sense, whatever the data set.
 
@@ -248,6 +272,7 @@ def check_options(
         raise ValueError(f"seeding must be 'worker', 'batch' or None, got {seeding!r}")
     if not isinstance(copy, bool):
         raise TypeError(f"copy must be a bool, got {copy!r}")
+    accelerator.check(device)
 
 
 def _count_workers(dataset: Any, batch_size: Any, sampler: Any, batch_sampler: Any, max_workers: Any) -> AutoWorkers:
@@ -301,6 +326,7 @@ class _Home:
             available=machine.available_memory,
             seed_batches=seeding == "batch",
             copy=loader.copy,
+            accelerator=accelerator.find(loader.device),
             record=self.record,
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -119,7 +120,7 @@ class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
         return super().__new__(cls)
 
     def __init__(self, loader: Any) -> None:
-        named = {"memory_limit": None, "slots": None, "seeding": None, "copy": False}
+        named = {"memory_limit": None, "slots": None, "seeding": None, "copy": False, "device": None}
         named |= _patch.options if _patch is not None else {}
         options = SimpleNamespace(num_workers=loader.num_workers, **named)
         super().__init__(loader, ours.terms_of(loader, options))
@@ -138,6 +139,7 @@ def patch_torch(
     seeding: str | None = None,
     max_workers: int | None = None,
     copy: bool = False,
+    device: str | int | torch.device | None = None,
 ) -> None:
     """From now on, let torch's ``DataLoader`` be shmloader's, wherever in this process its name is used.
 
@@ -149,15 +151,16 @@ def patch_torch(
         num_workers: instead of the number that a loader asks for, if it asks for workers and its data set is
             map-style: an int of 1 or more, or ``"auto"``. Default: what it asks for.
         force: ``num_workers`` also for iterable data sets, and for loaders that ask for no workers.
-        memory_limit, slots, seeding, max_workers, copy: as of :class:`shmloader.DataLoader`, for every loader that is
-            made by torch's name and does not say so itself.
+        memory_limit, slots, seeding, max_workers, copy, device: as of :class:`shmloader.DataLoader`, for every loader
+            that is made by torch's name and does not say so itself.
 
     Raises:
         TypeError, ValueError: as :class:`shmloader.DataLoader` would for these options; then nothing is patched.
     """
-    options = {"memory_limit": memory_limit, "slots": slots, "seeding": seeding, "max_workers": max_workers}
-    check_options(**options, copy=copy)
-    _apply(_Patch(_checked(num_workers), force, {**options, "copy": copy}))
+    options: dict[str, Any] = {"memory_limit": memory_limit, "slots": slots, "seeding": seeding}
+    options |= {"max_workers": max_workers, "copy": copy, "device": device}
+    check_options(**options)
+    _apply(_Patch(_checked(num_workers), force, options))
 
 
 def unpatch_torch() -> None:
@@ -175,6 +178,7 @@ def patched_torch(
     seeding: str | None = None,
     max_workers: int | None = None,
     copy: bool = False,
+    device: str | int | torch.device | None = None,
 ) -> Iterator[None]:
     """:func:`patch_torch` inside, and what was before afterwards."""
     before = _patch
@@ -186,6 +190,7 @@ def patched_torch(
         seeding=seeding,
         max_workers=max_workers,
         copy=copy,
+        device=device,
     )
     try:
         yield

@@ -11,11 +11,13 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shmloader.counts import Counts
+from shmloader.device.nest import stays
+from shmloader.device.transfer import Flight, Transfer
 from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning, ProtocolError
 from shmloader.memory import codec
 from shmloader.memory.budget import size_class
@@ -40,6 +42,7 @@ OVERSIZE = (
     "batch {} ({} bytes) found no room in the slot pool (at most {} bytes) and travelled in memory of its own, which "
     "is slower; raise memory_limit or slots, or hold fewer batches"
 )
+T = TypeVar("T")
 #: Messages quote a batch's indices up to this many characters.
 MOST_NAMED = 200
 
@@ -63,6 +66,8 @@ class Task:
     #: Private memory that holds the batch, where it does not lie in the slot.
     buffer: Any = None
     error: BaseException | None = None
+    #: Its way to the device, if it has begun; the slot is then the flight's lease.
+    flight: Flight | None = None
 
     @property
     def answered(self) -> bool:
@@ -87,6 +92,7 @@ class Pump:
         available: returns how many bytes the machine has left.
         copy: deliver private copies only.
         record: where to count.
+        transfer: how batches get to the device, if that is where they are delivered.
     """
 
     def __init__(
@@ -97,8 +103,10 @@ class Pump:
         available: Callable[[], int],
         copy: bool,
         record: Record,
+        transfer: Transfer | None = None,
     ) -> None:
         self.crew, self.pool = crew, pool
+        self._transfer = transfer
         self._limit_bytes, self._available, self._copy = limit_bytes, available, copy
         self.epoch = 0
         #: Tasks of this epoch that are not delivered yet.
@@ -133,7 +141,7 @@ class Pump:
 
     def _acquire(self, nbytes: int) -> Slot | None:
         try:
-            return self.pool.ledger.acquire(nbytes)
+            return self.pool.acquire(nbytes)
         except PoolMemoryError:
             return None
 
@@ -172,6 +180,10 @@ class Pump:
         """Copy answered batches out of the pool until the one that everybody waits for fits."""
         if not self.pool.ledger.fits(task.needs):
             return None
+        while self._wait_for_device():
+            slot = self._acquire(task.needs)
+            if slot is not None:
+                return slot
         for other in sorted(self.tasks.values(), key=lambda other: -other.batch):
             if other.slot is not None and other.layout is not None:
                 self._copy_out(other, other.layout, "room")
@@ -315,30 +327,98 @@ class Pump:
     # -- delivering --------------------------------------------------------------------------------------------
 
     def deliver(self, task: Task) -> Any:
-        """The batch of an answered task without an error, built where it lies."""
+        """The batch of an answered task without an error, built where it lies, or on its way to the device."""
         layout = task.layout
         assert layout is not None
-        if task.slot is not None and (self._copy or not self.pool.ledger.circulates_without(task.slot)):
-            if not self._copy:
-                self._notice("held", HELD)
-            self._copy_out(task, layout, "asked" if self._copy else "held")
-        data = self._rebuild(task, layout, self.pool.lend(task.slot) if task.slot else task.buffer)
+        if self._transfer is not None:
+            data = self._arrive(task, layout, self._transfer)
+        else:
+            self._spare_slot(task, layout)
+            buffer = self.pool.lend(task.slot) if task.slot else task.buffer
+            data = self._try_twice(task, lambda: decode(layout, buffer, 0, task.values))
         del self.tasks[task.batch]
         self.counts.batches += 1
         self.counts.bytes += layout.nbytes
         return data
 
-    def _rebuild(self, task: Task, layout: Layout, buffer: Any) -> Any:
+    def _spare_slot(self, task: Task, layout: Layout) -> None:
+        """Copy the batch out of its slot if that must not be handed out."""
+        if task.slot is None:
+            return
+        circulates = self.pool.ledger.circulates_without
+        while not circulates(task.slot) and self._wait_for_device():
+            pass
+        if self._copy or not circulates(task.slot):
+            if not self._copy:
+                self._notice("held", HELD)
+            self._copy_out(task, layout, "asked" if self._copy else "held")
+
+    def _try_twice(self, task: Task, step: Callable[[], T]) -> T:
         try:
-            return decode(layout, buffer, 0, task.values)
+            return step()
         except Exception:
             # A class of the batch's that refuses to be rebuilt does so again, and later batches come all the same;
             # an exception out of nowhere, from a signal handler, does not.
             try:
-                decode(layout, buffer, 0, task.values)
+                step()
             except Exception:
                 del self.tasks[task.batch]
             raise
+
+    # -- to the device -----------------------------------------------------------------------------------------
+
+    def send_ahead(self, task: Task) -> None:
+        """Enqueue the copies of an answered batch before its turn, unless its slot is needed until then.
+
+        What fails here is tried again at the batch's turn, and is its error then.
+        """
+        transfer, layout = self._transfer, task.layout
+        if transfer is None or layout is None or task.flight is not None:
+            return
+        if task.slot is not None and not self._copy and not self.pool.ledger.circulates_without(task.slot):
+            return
+        try:
+            self._take_off(task, layout, transfer)
+        except Exception:
+            try:
+                self._take_off(task, layout, transfer)
+            except Exception:
+                return
+            raise  # it came out of nowhere
+
+    def _arrive(self, task: Task, layout: Layout, transfer: Transfer) -> Any:
+        if task.flight is None:
+            self.counts.late_copies += 1
+            self._spare_slot(task, layout)
+            self._try_twice(task, lambda: self._take_off(task, layout, transfer))
+        flight = task.flight
+        assert flight is not None
+        try:
+            return self._try_twice(task, lambda: transfer.arrive(flight))
+        finally:
+            if task.batch not in self.tasks:  # given up
+                transfer.drop(flight)
+
+    def _take_off(self, task: Task, layout: Layout, transfer: Transfer) -> None:
+        if self._copy and task.slot is not None:
+            self._copy_out(task, layout, "asked")
+        slot = task.slot
+        if slot is not None:
+            # From here on it is the lease that holds the slot: the flight's, or until there is one, the task's.
+            task.buffer = self.pool.lend(slot)
+            task.slot = None
+        data = decode(layout, task.buffer, 0, task.values)
+        task.flight = transfer.send(data)
+        task.buffer = None
+        if slot is not None:
+            slot.moved = not stays(data)
+
+    def _wait_for_device(self) -> bool:
+        """Wait until the device has read one more of what it still has to; False if there is nothing to wait for."""
+        if self._transfer is not None and self._transfer.settle():
+            self.pool.reclaim()
+            return True
+        return self.pool.wait_for_device()
 
     def fail(self, task: Task) -> BaseException:
         """The error of an answered task, as torch would raise it, with a note that says which batch it was."""
@@ -371,15 +451,23 @@ class Pump:
                 self._discard(task)
         self.tasks.clear()
         self.needy.clear()
-        self.pool.reclaim()
+        self.reclaim()
         self.pool.ledger.settle()
         self.epoch += 1
         self.counts = Counts()
 
+    def reclaim(self) -> None:
+        """Take back the slots that nothing reads any more."""
+        if self._transfer is not None:
+            self._transfer.reclaim()
+        self.pool.reclaim()
+
     def _discard(self, task: Task) -> None:
         if task.slot is not None:
             self._leave(task.slot, SlotEvent.DISCARD)
-        task.slot = task.buffer = None
+        if task.flight is not None and self._transfer is not None:
+            self._transfer.drop(task.flight)
+        task.slot = task.buffer = task.flight = None
 
     def _leave(self, slot: Slot, event: SlotEvent) -> None:
         self.pool.ledger.apply(slot, event)

@@ -32,6 +32,9 @@ class Record:
     cores: Callable[[], int] = int
     #: Returns {state: (number of slots, bytes)}.
     slots: Callable[[], dict[str, tuple[int, int]]] = dict
+    #: Return bytes of page-locked memory: beside the pool, and in it.
+    staging: Callable[[], int] = int
+    page_locked: Callable[[], int] = int
     #: Returns the process ids of the workers.
     pids: Callable[[], list[int]] = list
     #: Returns how many bytes a process shares with no other.
@@ -64,6 +67,8 @@ class Record:
                 pool=sum(nbytes for _, nbytes in slots.values()),
                 private_copies=self.private_copies.nbytes,
                 oversize=self.oversize.nbytes,
+                staging=self.staging(),
+                page_locked=self.page_locked(),
                 workers_private=self._ask_workers_private(),
             ),
             cores=self.cores(),
@@ -88,6 +93,8 @@ class Memory:
     oversize: int = 0
     #: Page-locked memory for copies to a device, beside the pool.
     staging: int = 0
+    #: Bytes of the pool's slots that are page-locked, so that a device reads them as they lie.
+    page_locked: int = 0
     #: What the workers do not share with any other process, all together (0 where the system does not tell); may be a
     #: second old.
     workers_private: int = 0
@@ -125,6 +132,8 @@ class LoaderStats:
     copies: dict[str, int] = field(default_factory=dict)
     #: Batches that travelled in memory of their own because the pool had no room.
     oversize_batches: int = 0
+    #: Batches whose copy to the device began only when they were asked for, not before.
+    late_copies: int = 0
     #: Workers that were replaced.
     restarts: int = 0
     #: Number of slots by state: ``"FREE"``, ``"FILLING"``, ``"READY"``, ``"LEASED"``, ...

@@ -15,14 +15,17 @@ import torch
 PLAIN = (int, str, bytes, bytearray, type(None), set, frozenset, np.dtype, torch.dtype, torch.Size, slice, range, type)
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(ours: Any, theirs: Any, moved: bool = False) -> None:
     """Fails, naming the place, unless both are the same through and through.
+
+    Where a batch was ``moved`` to a device, only its nests and tensors are new: one object here may be two there, and
+    what else there is must be the very same object.
 
     Where ``theirs`` has its conjugate or negative bit set, ``ours`` may have it resolved. Of arrays that are contiguous
     in neither order, a C-contiguous copy is the same, and of those in foreign byte order a native one: so does pickle
     hand them on.
     """
-    walk = _Walk()
+    walk = _Walk(moved)
     walk.compare(ours, theirs, "batch")
     walk.compare_memory()
 
@@ -36,7 +39,8 @@ class _Seen(NamedTuple):
 class _Walk:
     """Walks through both at once, and remembers which of ours stands for which of theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: bool) -> None:
+        self._moved = moved
         self._partner: dict[tuple[str, int], int] = {}
         self._alive: list[Any] = []
         self._memory: list[_Seen] = []
@@ -50,6 +54,8 @@ class _Walk:
             assert bits_of(ours) == bits_of(theirs), f"{where}: {ours!r} for {theirs!r}"
         elif isinstance(ours, complex):
             assert struct.pack("dd", ours.real, ours.imag) == struct.pack("dd", theirs.real, theirs.imag), where
+        elif self._moved and not isinstance(ours, (torch.Tensor, Mapping, list, tuple)):
+            assert ours is theirs, f"{where}: another object"
         elif self._is_new_pair(ours, theirs, where):
             self._compare_parts(ours, theirs, where)
 
@@ -57,6 +63,8 @@ class _Walk:
         """Whether the two meet for the first time; fails if one of them is already somebody else's partner."""
         if type(ours) is tuple and not ours:
             return False
+        if self._moved:
+            return True
         known = self._partner.get(("ours", id(ours))), self._partner.get(("theirs", id(theirs)))
         if known == (None, None):
             self._partner["ours", id(ours)], self._partner["theirs", id(theirs)] = id(theirs), id(ours)

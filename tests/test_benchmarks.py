@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import startup, transport
+from benchmarks import startup, transfer, transport
 from benchmarks.startup import OURS, TORCH, Result, Times, Way
 
 
@@ -52,7 +53,30 @@ def test_transport_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixt
     assert set(result["medians"]) == {"torch", "torch, no workers", "shmloader"}
 
 
-@pytest.mark.parametrize("script", [startup, transport])
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+def test_transfer_writes_its_figures_whatever_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "DEVICE", "cpu")
+    path = tmp_path / "transfer.json"
+    short = ["--only", "XS", "--rounds", "1", "--seconds", "0.02", "--workers", "1", "--json", str(path)]
+    transfer.report(transfer.arguments(short), {}, transfer.Step(0.01, edge=8))
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["XS", "copies"], ["XS", "torch"], ["XS", "pinned"], ["XS", "device"]
+    ]  # fmt: skip
+    (result,) = json.loads(path.read_text())["results"]
+    assert all(ratios["step_over_alone"] > 0 for ratios in result["ratios"].values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to be measured")
+def test_transfer_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="a CUDA device is missing"):
+        transfer.main([])
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [startup, transfer, transport])
 def test_unknown_names_are_refused(script: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.main(["--only", "nothing"])  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from tests.datasets import Batchwise, Items, Made, Rows, Shards, as_is, draws, w
 Stock = torch.utils.data.DataLoader
 T = TypeVar("T")
 each_kind = pytest.mark.parametrize("kind", [Stock, DataLoader], ids=["torch", "shmloader"])
-EXTRAS = {"memory_limit", "slots", "seeding", "max_workers", "copy"}
+EXTRAS = {"memory_limit", "slots", "seeding", "max_workers", "copy", "device"}
 
 
 def outcome(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
@@ -127,7 +127,7 @@ def test_the_signature_is_torchs_and_then_ours() -> None:
 
 
 def test_what_is_stored_in_public_is_torchs_and_the_extra_keywords_raw() -> None:
-    extras = {"memory_limit": "64MiB", "slots": 3, "seeding": "batch", "max_workers": 2, "copy": True}
+    extras = {"memory_limit": "64MiB", "slots": 3, "seeding": "batch", "max_workers": 2, "copy": True, "device": "cpu"}
     mine, its = (
         {key: value for key, value in vars(loader).items() if not key.startswith("_")}
         for loader in (DataLoader(Rows(8), **extras), Stock(Rows(8)))

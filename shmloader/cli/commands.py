@@ -57,6 +57,16 @@ def _in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
+def _device(text: str) -> str:
+    from shmloader.cli.demo import device_of
+
+    try:
+        device_of(text)
+    except (RuntimeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
 @application.command()
 def demo(
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the patches (4; with --quick 1).")] = None,
@@ -66,6 +76,10 @@ def demo(
     workers: Annotated[str, typer.Option(callback=_workers, help="Worker processes: a number, or 'auto'.")] = "auto",
     batch_size: Annotated[int, typer.Option(min=1, max=256, help="Pairs of patches a batch.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the patches, their damage and the model.")] = 0,
+    device: Annotated[
+        str,
+        typer.Option(callback=_device, help="Where to train: 'auto' for the accelerator if there is one, or a name."),
+    ] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="About ten seconds: fewer patches, shorter rounds.")] = False,
     json: Annotated[
         Path | None,
@@ -82,6 +96,7 @@ def demo(
         workers="auto" if workers == "auto" else int(workers),
         batch_size=batch_size,
         seed=seed,
+        device=device,
     )
     figures = run(settings, Console())
     if json is not None:

@@ -21,6 +21,7 @@ from shmloader.cli.figures import Figures, Restored, Training
 from shmloader.cli.photographs import HELD_OUT, TRAINING, Clean, Degraded, Patches, Rows, Views, WholePhotographs
 from shmloader.cli.readout import show
 from shmloader.cli.restorer import Restorer, Trainer, psnr_db, restore
+from shmloader.device import accelerator
 
 Pairs = PairedDataset[tuple[Tensor, Tensor]]
 
@@ -58,22 +59,37 @@ class Settings:
     workers: int | Literal["auto"] = "auto"
     batch_size: int = 8
     seed: int = 0
+    device: str = "cpu"  # or "auto": the accelerator, if there is one
 
 
 def run(settings: Settings, console: Console) -> Figures:
     """Trains, evaluates, compares and prints; all the figures come back."""
     _leave_cores_to_the_workers()
     torch.manual_seed(settings.seed)
-    model = Restorer()
+    device = device_of(settings.device)
+    model = Restorer().to(device)
     console.print(f"training on {_list(TRAINING)}\nholding out {_list(HELD_OUT)}", soft_wrap=True)
-    with _training_loader(settings) as loader:
+    console.print(f"on {device}")
+    with _training_loader(settings, device) as loader:
         workers = max(1, int(loader.num_workers))
         training = train(model, loader, settings, console)
     held_out = evaluate(model, settings, workers)
     console.print("comparing the loaders ...")
-    figures = _compare(settings, workers, training, held_out)
+    figures = _compare(settings, str(device), workers, training, held_out)
     show(figures, console)
     return figures
+
+
+def device_of(wanted: str) -> torch.device:
+    """The device to train on.
+
+    Raises:
+        RuntimeError, ValueError: there is none of that name.
+    """
+    if wanted == "auto":
+        wanted = "cpu" if not torch.accelerator.is_available() else str(torch.accelerator.current_accelerator())
+    there = accelerator.find(wanted)
+    return there.device if there is not None else torch.device("cpu")
 
 
 def pairs_of(views: Views, seed: int) -> Pairs:
@@ -105,13 +121,15 @@ def evaluate(model: Restorer, settings: Settings, workers: int) -> tuple[Restore
     """PSNR on whole photographs that the training has never seen, each at `degradations` random strengths."""
     views = WholePhotographs(HELD_OUT, settings.scale.degradations)
     figures: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    device = next(model.parameters()).device
     with DataLoader(pairs_of(views, settings.seed), num_workers=workers) as loader:
         for name, (degraded, clean) in zip(views.names, loader):
-            figures[name].append((psnr_db(degraded, clean), psnr_db(restore(model, degraded), clean)))
+            restored = restore(model, degraded.to(device)).cpu()
+            figures[name].append((psnr_db(degraded, clean), psnr_db(restored, clean)))
     return tuple(Restored(name, *map(fmean, zip(*pairs))) for name, pairs in figures.items())
 
 
-def _training_loader(settings: Settings) -> DataLoader[tuple[Tensor, Tensor]]:
+def _training_loader(settings: Settings, device: torch.device) -> DataLoader[tuple[Tensor, Tensor]]:
     return DataLoader(
         pairs_of(Patches(TRAINING, settings.scale.patches, settings.seed), settings.seed),
         batch_size=settings.batch_size,
@@ -120,6 +138,7 @@ def _training_loader(settings: Settings) -> DataLoader[tuple[Tensor, Tensor]]:
         drop_last=True,
         generator=torch.Generator().manual_seed(settings.seed),
         persistent_workers=True,
+        device=device,
     )
 
 
@@ -135,7 +154,9 @@ def _leave_cores_to_the_workers() -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
 
 
-def _compare(settings: Settings, workers: int, training: Training, held_out: tuple[Restored, ...]) -> Figures:
+def _compare(
+    settings: Settings, device: str, workers: int, training: Training, held_out: tuple[Restored, ...]
+) -> Figures:
     scale = settings.scale
     images = _decoded(settings, workers)
 
@@ -148,6 +169,7 @@ def _compare(settings: Settings, workers: int, training: Training, held_out: tup
 
     return Figures(
         seed=settings.seed,
+        device=device,
         batch_size=settings.batch_size,
         workers=workers,
         compute_threads=torch.get_num_threads(),

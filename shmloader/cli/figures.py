@@ -32,6 +32,7 @@ class Figures:
     """The whole read-out."""
 
     seed: int
+    device: str  # of the training
     batch_size: int
     workers: int
     compute_threads: int

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,9 +30,70 @@ DEBUG_PATTERN = 0xDB
 #: Token of a child that somebody else forked: it is never known to be gone.
 FOREIGN = object()
 
+#: When so many page-locked slots wait for a device, one of them is waited for instead of one more carved.
+MOST_QUARANTINED = 4
+
 #: Every pool of this process. A plain set: a copy of it is one step, whatever other threads do.
 _pools: set[weakref.ref[Pool]] = set()
 _forking = threading.local()
+#: Pools that were closed while some of their slots were page-locked and in use. Unmapped like that, the device would
+#: go on reading the old pages under whatever is mapped at the same address next.
+_unclosed: set[Pool] = set()
+#: For the same reason, those whose ledger may be wrong, for good.
+_written_off: set[Pool] = set()
+
+
+class PageLock(Protocol):
+    """Page-locks whole slots, where the system lets it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def cover(self, address: int, nbytes: int) -> None: ...
+
+    def uncover(self, address: int) -> bool: ...
+
+    def covers(self, address: int, nbytes: int) -> bool: ...
+
+
+class Guard(Protocol):
+    """Knows until when a device may read slots that were handed out page-locked."""
+
+    def mark(self) -> object: ...
+
+    def captured(self, mark: object) -> bool: ...
+
+    def enter(self, slots: list[Slot]) -> None: ...
+
+    def leave(self) -> list[Slot]: ...
+
+    def wait(self) -> list[Slot]: ...
+
+    def __len__(self) -> int: ...
+
+
+class _Ranges:
+    """Parts of the mapping that come and go: their pages, and where a device reads them, their page-locking."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self.lock: PageLock | None = None
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        self._segment.reserve(offset, nbytes)
+        if self.lock is not None:
+            try:
+                self.lock.cover(self._segment.address + offset, nbytes)
+            except BaseException:  # such as a warning that is an error
+                self.punch(offset, nbytes)
+                raise
+
+    def punch(self, offset: int, nbytes: int) -> bool:
+        # First the device: what it has page-locked are the old pages, whatever the range holds later.
+        if self.lock is not None and not self.lock.uncover(self._segment.address + offset):
+            return False
+        self._segment.punch(offset, nbytes)
+        return True
 
 
 class Pool:
@@ -59,7 +120,9 @@ class Pool:
         def limit() -> int:
             return segment.nbytes - sum(other.ledger.carved_bytes for other in others)
 
-        self.ledger = Ledger(limit, segment.reserve, segment.punch, most_slots)
+        self._ranges = ranges = _Ranges(segment)
+        self.ledger = Ledger(limit, ranges.reserve, ranges.punch, most_slots)
+        self._guard: Guard | None = None
         for sibling in siblings:
             sibling._siblings.add(self)
         self._returned: deque[Slot] = deque()
@@ -82,11 +145,71 @@ class Pool:
         """Free the slots whose last reader has gone."""
         while self._gone:
             self.ledger.unexpose(self._gone.popleft())
+        if self._guard is not None:
+            self._quarantine(self._guard)
+        while self._returned:
+            self._release(self._returned.popleft())
+
+    def _release(self, slot: Slot) -> None:
+        self.ledger.release(slot)
+        if self._debug:
+            self.spoil(slot)
+
+    def _quarantine(self, guard: Guard) -> None:
+        entered = []
         while self._returned:
             slot = self._returned.popleft()
-            self.ledger.release(slot)
-            if self._debug:
-                self.spoil(slot)
+            if slot.moved or not self.locked(self.segment.address + slot.offset, slot.capacity):
+                self._release(slot)  # a copy from what is not page-locked has read it before the call returned
+            elif guard.captured(slot.mark):
+                self.ledger.apply(slot, SlotEvent.CAPTURE)
+            else:
+                self.ledger.apply(slot, SlotEvent.FENCE)
+                entered.append(slot)
+        if entered:
+            guard.enter(entered)
+        for slot in guard.leave():
+            self._release(slot)
+
+    def wait_for_device(self) -> bool:
+        """Wait until a device has read what it may still read of slots that came back; whether any is free now."""
+        freed = self._guard.wait() if self._guard is not None else []
+        for slot in freed:
+            self._release(slot)
+        return bool(freed)
+
+    def acquire(self, nbytes: int) -> Slot | None:
+        """A slot, as of :meth:`Ledger.acquire`; rather than one more, one that a device is about to be through with."""
+        waiting = len(self._guard) if self._guard is not None else 0
+        if waiting and not self.ledger.has_free and (waiting >= MOST_QUARANTINED or not self.ledger.has_room(nbytes)):
+            self.wait_for_device()
+        return self.ledger.acquire(nbytes)
+
+    # -- devices -----------------------------------------------------------------------------------------------
+
+    def page_lock(self, lock: PageLock) -> None:
+        """Page-lock all slots, those that there are and those that are to come."""
+        if self._ranges.lock is None:
+            self._ranges.lock = lock
+            for slot in self.ledger:
+                lock.cover(self.segment.address + slot.offset, slot.capacity)
+
+    def guard(self, guard: Guard) -> None:
+        """From now on, page-locked slots are handed out, which a device may read when nothing else does any more."""
+        if self._guard is None:
+            self._guard = guard
+
+    def locked(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes are page-locked."""
+        lock = self._ranges.lock
+        return lock is not None and lock.covers(address, nbytes)
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that are page-locked."""
+        return self._ranges.lock.nbytes if self._ranges.lock is not None else 0
+
+    # -- slots -------------------------------------------------------------------------------------------------
 
     def spoil(self, slot: Slot) -> None:
         """Under SHMLOADER_DEBUG=1, fill a free slot with a pattern."""
@@ -110,6 +233,9 @@ class Pool:
     def lend(self, slot: Slot) -> Any:
         """The memory of ``slot``, which is leased until nothing can read what is built on it."""
         self.ledger.apply(slot, SlotEvent.LEASE)
+        slot.moved = False
+        if self._guard is not None:
+            slot.mark = self._guard.mark()
         return lease(self.segment.map, slot.offset, slot.capacity, slot, self._returned)
 
     def copy_batch(self, slot: Slot, layout: Layout) -> np.ndarray[Any, Any]:
@@ -125,10 +251,17 @@ class Pool:
 
     def close(self) -> None:
         """Give back every page that nobody can read. What is leased stays valid until it is dropped."""
-        if not self.inherited:
-            self.reclaim()
-            self.ledger.give_back()
-            self.segment.close()
+        if self.inherited:
+            return
+        self.reclaim()
+        while self.wait_for_device():
+            pass
+        self.ledger.give_back()
+        self.segment.close()
+        if self.locked_bytes:
+            _unclosed.add(self)
+        else:
+            _unclosed.discard(self)
 
 
 class Lender:
@@ -154,6 +287,7 @@ class Lender:
         Raises:
             PoolMemoryError: no address space is left.
         """
+        sweep()
         pool, self._idle = self._idle, None
         if pool is not None and pool.inherited:
             pool = None
@@ -181,6 +315,8 @@ class Lender:
         """The iterator was cut short, perhaps in a step of the ledger: nothing is carved from this pool any more."""
         self._lent.discard(pool)
         pool.segment.close()
+        if pool.locked_bytes:
+            _written_off.add(pool)
 
     def close(self) -> None:
         """Give back what is idle; what is lent is closed when it comes back."""
@@ -188,6 +324,13 @@ class Lender:
         pool, self._idle = self._idle, None
         if pool is not None:
             pool.close()
+        sweep()
+
+
+def sweep() -> None:
+    """Close for good what could not be closed before because it was in use."""
+    for pool in tuple(_unclosed):
+        pool.close()
 
 
 def private_buffer(nbytes: int) -> np.ndarray[Any, Any]:

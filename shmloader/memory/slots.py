@@ -22,7 +22,8 @@ OUTLIER_SPACING = 8
 #: Slots in these states take part in the circulation: they are free or will be before the consumer lets anything go.
 _CIRCULATING = frozenset({SlotState.FREE, SlotState.FILLING, SlotState.READY})
 #: Slots in these states are out of circulation through no fault of the consumer; ``slots=`` does not count them.
-_SIDELINED = frozenset({SlotState.EXPOSED, SlotState.KEPT, SlotState.QUARANTINED, SlotState.RETIRED})
+#: One that a device is about to be through with does count: it is faster to wait for it than to page-lock another.
+_SIDELINED = frozenset({SlotState.EXPOSED, SlotState.KEPT, SlotState.RETIRED})
 #: A member of an enum takes longer to look up than most steps take.
 _FREE, _DISSOLVED = SlotState.FREE, SlotState.DISSOLVED
 
@@ -36,6 +37,10 @@ class Slot:
     state: SlotState = SlotState.FREE
     #: Who may still read the bytes besides the consumer: one token per child that was forked during the lease.
     exposed_to: set[object] = field(default_factory=set)
+    #: What the guard of page-locked slots noted when the lease began.
+    mark: object = None
+    #: Whether only copies to a device that held the lease until they had completed could read the bytes.
+    moved: bool = False
 
 
 class Ledger:
@@ -43,8 +48,9 @@ class Ledger:
 
     Args:
         limit: returns how many bytes of slots there may be now.
-        reserve: makes the pages of a new range exist; raises :class:`PoolMemoryError`.
-        punch: gives the pages of a range back.
+        reserve: makes the pages of a new range exist; raises :class:`PoolMemoryError`. After an exception there are
+            none.
+        punch: gives the pages of a range back; returns whether the range can be used again.
         most_slots: largest number of slots in circulation, or None.
     """
 
@@ -52,7 +58,7 @@ class Ledger:
         self,
         limit: Callable[[], int],
         reserve: Callable[[int, int], None],
-        punch: Callable[[int, int], None],
+        punch: Callable[[int, int], bool],
         most_slots: int | None = None,
     ) -> None:
         self._limit, self._reserve, self._punch = limit, reserve, punch
@@ -84,6 +90,15 @@ class Ledger:
             number, nbytes = found.get(slot.state.name, (0, 0))
             found[slot.state.name] = number + 1, nbytes + slot.capacity
         return found
+
+    @property
+    def has_free(self) -> bool:
+        """Whether any slot is free."""
+        return bool(self._free)
+
+    def has_room(self, nbytes: int = 0) -> bool:
+        """Whether a slot of at least ``nbytes`` (0: of the usual size) could still be carved."""
+        return self._room_for(size_class(max(nbytes, self.typical_bytes, 1)))
 
     def at(self, offset: int) -> Slot:
         """The slot that begins at ``offset``.
@@ -142,8 +157,9 @@ class Ledger:
             self._freed(slot, before)
 
     def release(self, slot: Slot) -> None:
-        """Nothing in this process reads the slot any more; it is free unless a forked child may still read it."""
-        self.apply(slot, SlotEvent.EXPOSE if slot.exposed_to else SlotEvent.RELEASE)
+        """Neither this process nor a device reads the slot any more; it is free unless a forked child may read it."""
+        fenced = slot.state is SlotState.QUARANTINED
+        self.apply(slot, SlotEvent.EXPOSE if slot.exposed_to else SlotEvent.FENCED if fenced else SlotEvent.RELEASE)
 
     def expose(self, token: object) -> None:
         """A child is being forked: whatever is leased now can be read by it until it is known to be gone."""
@@ -212,8 +228,8 @@ class Ledger:
         if after is _DISSOLVED:
             del self._slots[slot.offset]
             self.carved_bytes -= slot.capacity
-            self._punch(slot.offset, slot.capacity)
-            self._join_gap(slot.offset, slot.capacity)
+            if self._punch(slot.offset, slot.capacity):
+                self._join_gap(slot.offset, slot.capacity)
 
     def _freed(self, slot: Slot, before: SlotState) -> None:
         if slot.exposed_to:
@@ -256,9 +272,9 @@ class Ledger:
         offset = self._take_gap(capacity)
         try:
             self._reserve(offset, capacity)
-        except PoolMemoryError:
+        except BaseException as error:
             self._join_gap(offset, capacity)
-            if not self._slots:
+            if not isinstance(error, PoolMemoryError) or not self._slots:
                 raise
             return None
         slot = self._slots[offset] = Slot(offset, capacity)

@@ -69,7 +69,7 @@ class SlotEvent(_Named):
     UNEXPOSE = "every process that could read them is gone"
     LET_GO = "the worker no longer refers to the bytes"
     FENCE = "released, but a device may still read them"
-    FENCED = "the fence has passed"
+    FENCED = "the fence has passed, and nothing else can read them"
     CAPTURE = "released after a device graph was captured over it"
     RECARVE = "the pool takes the range back"
 
@@ -100,6 +100,7 @@ SLOT_TABLE: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (_S.KEPT, _E.LET_GO): _S.FREE,
     (_S.KEPT, _E.LOST): _S.FREE,
     (_S.QUARANTINED, _E.FENCED): _S.FREE,
+    (_S.QUARANTINED, _E.EXPOSE): _S.EXPOSED,
 }
 
 

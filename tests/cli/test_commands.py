@@ -47,6 +47,8 @@ def test_help_needs_no_photographs(arguments: list[str], monkeypatch: pytest.Mon
         (["--seconds", "nan"], "nan is not a number of seconds above 0"),
         (["--json", "no/such/folder/figures.json"], "there is no folder 'no/such/folder'"),
         (["--json", "."], "is a directory"),
+        (["--device", "abacus"], "device='abacus' is no device"),
+        (["--device", "meta"], "holds no data"),
         (["--speed", "9"], "No such option: --speed"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shmloader.cli import demo, footprint
 from shmloader.cli.commands import application
 from shmloader.cli.demo import QUICK, Settings, run
 from shmloader.cli.photographs import HELD_OUT
+from shmloader.device import accelerator
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +47,16 @@ def test_figures_are_complete_and_the_training_repeats_itself() -> None:
     assert [each.photograph for each in first.held_out] == list(HELD_OUT)
     assert first.held_out == second.held_out  # neither the run nor the number of workers changes what is learnt
     assert (first.held is None) == (not footprint.readable())
+
+
+def test_auto_is_the_accelerator_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert demo.device_of("auto") == demo.device_of("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    found = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(accelerator, "find", lambda device: found if device == "cuda" else None)
+    assert demo.device_of("auto") == torch.device("cuda", 1)
 
 
 def test_seconds_end_the_training_early() -> None:

@@ -55,10 +55,11 @@ class Pages:
             raise PoolMemoryError("no pages")
         self.reserved[offset] = nbytes
 
-    def punch(self, offset: int, nbytes: int) -> None:
+    def punch(self, offset: int, nbytes: int) -> bool:
         """What the ledger gives back: never a part of a live slot."""
         assert self.reserved.pop(offset) == nbytes
         assert offset not in {slot.offset for slot in self.ledger}
+        return True
 
 
 def ledger_of(limit_bytes: int = LARGEST_LIMIT_BYTES, most_slots: int | None = None) -> Ledger:
@@ -167,7 +168,7 @@ class LedgerLife(RuleBasedStateMachine):
         assert not slot.exposed_to
         self.expected[slot], self.readers[slot] = S.FILLING, set()
         if self.ledger._most_slots is not None:
-            sidelined = (S.EXPOSED, S.KEPT, S.QUARANTINED, S.RETIRED)
+            sidelined = (S.EXPOSED, S.KEPT, S.RETIRED)
             assert len(list(self.ledger)) - self.ledger.count(*sidelined) <= self.ledger._most_slots
 
     @rule(states=st.lists(st.sampled_from([S.READY, S.LEASED, S.LEASED, S.KEPT, S.QUARANTINED]), max_size=6))
@@ -561,3 +562,16 @@ def test_a_child_that_is_gone_before_the_lease_ends_costs_nothing() -> None:
     ledger.unexpose("child")
     ledger.release(slot)
     assert slot.state is S.FREE
+
+
+# -- what is cut short ------------------------------------------------------------------------------------------
+
+
+def test_a_reservation_that_any_exception_cuts_short_leaves_its_range_to_others() -> None:
+    ledger = ledger_of(2 * PAGE_BYTES)
+    ledger.learn(PAGE_BYTES)
+    reserve, ledger._reserve = ledger._reserve, lambda offset, nbytes: pytest.fail("a warning that is an error")
+    with pytest.raises(pytest.fail.Exception):
+        ledger.acquire()
+    ledger._reserve = reserve
+    assert [acquired(ledger).offset for _ in range(2)] == [0, PAGE_BYTES]

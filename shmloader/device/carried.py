@@ -1,0 +1,61 @@
+"""Batches of an iterator that knows nothing of devices, each copied when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shmloader.device.accelerator import Accelerator
+from shmloader.device.transfer import Transfer
+
+
+class Carrier:
+    """Copies batches out of ordinary memory, one at a time, by way of page-locked staging memory."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._transfer = Transfer(accelerator, lambda _address, _nbytes: False)
+
+    def carry(self, batch: Any) -> Any:
+        """The batch on the device.
+
+        Raises:
+            RuntimeError: a graph is being captured, or what the device raises.
+        """
+        return self._transfer.arrive(self._transfer.send(batch))
+
+    def finish(self) -> None:
+        """Wait until the device has read everything."""
+        self._transfer.finish()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging memory."""
+        return self._transfer.staging.nbytes
+
+
+class Carried:
+    """An iterator of torch's own, whose batches are delivered on a device: all else is the iterator's."""
+
+    def __init__(self, iterator: Any, accelerator: Accelerator) -> None:
+        self._iterator, self._carrier = iterator, Carrier(accelerator)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._carrier.carry(next(self._iterator))
+        except StopIteration:
+            self._carrier.finish()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __del__(self) -> None:
+        self._carrier.finish()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_iterator", "_carrier"):
+            raise AttributeError(name)  # before __init__ has come so far, and for what copy and pickle ask
+        return getattr(self._iterator, name)
