@@ -410,6 +410,6 @@ def _preload(job: Job) -> None:
 
 
 def _modules(job: Job) -> Iterable[str]:
-    parts = (type(job.dataset), job.collate_fn, job.worker_init_fn)
+    parts = (type(job.dataset), *job.collate_fns, job.worker_init_fn)
     names = dict.fromkeys(getattr(part, "__module__", None) for part in parts if part is not None)
     return [name for name in names if name and name != "__main__"]
