@@ -55,6 +55,11 @@ class Pending:
         """Whether the targets, or their error, are here."""
         return self._source is None
 
+    @property
+    def known(self) -> bool:
+        """Whether the targets are here."""
+        return self._source is None and self._error is None
+
     def put(self, data: Any) -> None:
         """Here they are."""
         self._data = data
@@ -260,7 +265,7 @@ class LateBatch(tuple[Any, Any]):
         return f"LateBatch(inputs={self.inputs!r}, targets={self.targets!r})" if self._known() else self._outline()
 
     def _known(self) -> bool:
-        return isinstance(self._promise, _There) or getattr(self._promise, "settled", False)
+        return isinstance(self._promise, _There) or (isinstance(self._promise, Pending) and self._promise.known)
 
     def _outline(self) -> str:
         return f"LateBatch(inputs={self.inputs!r}, targets=<not read yet>)"

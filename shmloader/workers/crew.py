@@ -217,6 +217,17 @@ class Crew:
             ready = self._poller.poll(0)
         return ready
 
+    def descriptors(self) -> list[tuple[int, int]]:
+        """What to poll, and for which events, to know when :meth:`wait` would return."""
+        found = []
+        for worker in self._alive():
+            found.append((worker.pidfd, select.POLLIN))
+            if worker.channel.fileno() >= 0:
+                found.append(
+                    (worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.backlog else 0))
+                )
+        return found
+
     def _enlist(self, worker: Worker) -> None:
         self._by_fd[worker.pidfd] = worker
         self._poller.register(worker.pidfd, select.POLLIN)
@@ -317,6 +328,20 @@ class Crew:
                     worker.process.kill()
                 self._all_end(None)
         _at_work.discard(self)
+
+    def dismiss_all(self) -> None:
+        """Tell the workers to end, without waiting for it; :meth:`stop` sees to it that they do."""
+        for worker in self._alive():
+            self.dismiss(worker)
+
+    def unended(self) -> list[int]:
+        """Descriptors that will be readable when processes that still run have ended."""
+        poller = select.poll()
+        fds = [worker.pidfd for worker in self._alive()]
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        ended = {fd for fd, _ in poller.poll(0)}
+        return [fd for fd in fds if fd not in ended]
 
     def pids(self) -> list[int]:
         """Process ids of the workers that are not known to have ended."""

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shmloader.errors import PoolMemoryError, ProtocolError
 from shmloader.memory.budget import PAGE_BYTES, size_class
-from shmloader.memory.slots import LANES, Ledger, OUTLIER_SPACING, Slot
+from shmloader.memory.slots import LANES, OUTLIER_SPACING, Ledger, Slot
 from shmloader.workers.protocol import SLOT_TABLE, SlotEvent, SlotState
 
 E, S = SlotEvent, SlotState
@@ -180,9 +180,7 @@ class LedgerLife(RuleBasedStateMachine):
             circulating = [slot for slot in self.ledger if slot.lane == lane and slot.state not in sidelined]
             assert len(circulating) <= self.ledger._most_slots
 
-    @rule(
-        states=st.lists(st.sampled_from([S.READY, S.LEASED, S.LEASED, S.KEPT, S.QUARANTINED]), max_size=6), lane=LANE
-    )
+    @rule(states=st.lists(st.sampled_from([S.READY, S.LEASED, S.LEASED, S.KEPT, S.QUARANTINED]), max_size=6), lane=LANE)
     def fill_several(self, states: list[SlotState], lane: int) -> None:
         before = set(self.expected)
         for state in states:
