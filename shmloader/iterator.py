@@ -259,8 +259,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def _fly_ahead(self) -> None:
         """Enqueue the copies of the batches that come next, as far as they are there."""
-        for task in self._pump.handed_over():
-            self._pump.send_ahead(task)
+        for late in self._pump.handed_over():
+            self._pump.send_ahead(late)
         for place in range(AHEAD):
             task = self._coming(place)
             if task is None or not task.answered:

@@ -213,7 +213,7 @@ class LateBatch(tuple[Any, Any]):
         yield self.targets
 
     def __reversed__(self) -> Iterator[Any]:
-        return reversed(self._whole())
+        yield from reversed(self._whole())
 
     def __contains__(self, value: object) -> bool:
         return value in self._whole()

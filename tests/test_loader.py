@@ -24,7 +24,7 @@ from tests.datasets import Batchwise, Items, Made, Rows, Shards, as_is, draws, w
 Stock = torch.utils.data.DataLoader
 T = TypeVar("T")
 each_kind = pytest.mark.parametrize("kind", [Stock, DataLoader], ids=["torch", "shmloader"])
-EXTRAS = {"memory_limit", "slots", "seeding", "max_workers", "copy", "device"}
+EXTRAS = {"memory_limit", "slots", "seeding", "max_workers", "copy", "device", "late_targets"}
 
 
 def outcome(call: Callable[[], Any]) -> tuple[type[BaseException], str]:

@@ -223,9 +223,8 @@ class Crew:
         for worker in self._alive():
             found.append((worker.pidfd, select.POLLIN))
             if worker.channel.fileno() >= 0:
-                found.append(
-                    (worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.backlog else 0))
-                )
+                room = select.POLLOUT if worker.channel.backlog else 0
+                found.append((worker.channel.fileno(), select.POLLIN | room))
         return found
 
     def _enlist(self, worker: Worker) -> None:

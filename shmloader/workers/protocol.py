@@ -19,7 +19,7 @@ Who sends what to whom. One channel per worker, ordered; every message names its
                                                         <--  Hello                  once, after worker_init_fn
                                                         <--  Dying(why)             an exception ends the process
 
-Where targets may come late, each half of a batch is a Fill of its own, under the number that :func:`number_of` gives it.
+Where targets may come late, each half of a batch is a Fill of its own, under the number that :func:`number_of` gives.
 
 This module imports nothing of shmloader, because the ledger (memory) and the crew (workers) both apply its tables.
 """

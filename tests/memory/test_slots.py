@@ -602,15 +602,18 @@ def test_a_lane_that_is_waited_for_gets_the_room_of_anothers_free_slots() -> Non
     ledger.learn(2 * PAGE_BYTES, 1)
     assert ledger.acquire(0, 1) is None  # looking ahead takes nothing from anybody
     slot = ledger.acquire(2 * PAGE_BYTES, 1)
-    assert slot is not None and slot.lane == 1
+    assert slot is not None
+    assert slot.lane == 1
 
 
 def test_most_slots_count_each_lane_by_itself() -> None:
     ledger = ledger_of(most_slots=1)
     ledger.learn(PAGE_BYTES)
     ledger.learn(PAGE_BYTES, 1)
-    assert ledger.acquire() is not None and ledger.acquire() is None
-    assert ledger.acquire(0, 1) is not None and ledger.acquire(PAGE_BYTES, 1) is None
+    assert ledger.acquire() is not None
+    assert ledger.acquire() is None
+    assert ledger.acquire(0, 1) is not None
+    assert ledger.acquire(PAGE_BYTES, 1) is None
 
 
 def test_a_lease_circulates_by_the_slots_of_its_own_lane() -> None:
@@ -621,5 +624,6 @@ def test_a_lease_circulates_by_the_slots_of_its_own_lane() -> None:
     there = ledger.acquire(0, 1)
     assert there is not None
     ledger.apply(there, E.FAILED)
-    assert ledger.has_free(1) and not ledger.has_free(0)
+    assert ledger.has_free(1)
+    assert not ledger.has_free(0)
     assert not ledger.circulates_without(here)
