@@ -120,7 +120,7 @@ def test_several_tasks_share_an_iterator() -> None:
     async def main() -> list[Any]:
         iterator = aiter(DataLoader(Made(COUNT, row), 2, num_workers=2))
         shares = await asyncio.gather(*(collected(iterator) for _ in range(3)))
-        return sum(shares, [])
+        return [batch for share in shares for batch in share]
 
     assert sorted(firsts(asyncio.run(main()))) == firsts(list(DataLoader(Made(COUNT, row), 2)))
 
@@ -209,9 +209,9 @@ def test_a_break_ends_the_workers_without_blocking_the_loop(gate: Gate) -> None:
 
 
 def test_persistent_workers_outlive_a_break() -> None:
-    async def main(loader: Any) -> Any:
-        async for batch in loader:
-            return batch
+    async def main(loader: Any) -> None:
+        async for _ in loader:
+            break
 
     with DataLoader(Made(COUNT, row), 4, num_workers=1, persistent_workers=True) as loader:
         asyncio.run(main(loader))

@@ -27,7 +27,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from shmloader import DataLoader, IteratorBrokenError, LateBatch, PairedDataset, WorkerDiedError
+from shmloader import DataLoader, IteratorBrokenError, LateBatch, PairedDataset, PoolWarning, WorkerDiedError
 from shmloader.late import Pending
 from shmloader.paired import PairedItems
 from shmloader.workers.halves import halves_of
@@ -247,7 +247,7 @@ def test_batches_that_are_dropped_unread_take_no_room() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 6])
 def test_whoever_holds_many_unread_batches_gets_all_of_them(slots: int, workers: int) -> None:
     loader = DataLoader(pairs(), 2, num_workers=workers, late_targets=True, slots=slots)
-    with pytest.warns(UserWarning, match="the consumer holds so many batches"):
+    with pytest.warns(PoolWarning, match="the consumer holds so many batches"):
         held = list(loader)
     assert [checked(batch) for batch in held] == [[i, i + 1] for i in range(0, COUNT, 2)]
 
@@ -255,7 +255,8 @@ def test_whoever_holds_many_unread_batches_gets_all_of_them(slots: int, workers:
 def test_targets_that_grow_beyond_the_budget_get_through() -> None:
     dataset = PairedDataset(Made(12, page), Made(12, lambda index: torch.full((10_000 * (index + 1),), index)))
     loader = DataLoader(dataset, 1, num_workers=2, late_targets=True, memory_limit="1MiB")
-    found = [(int(x[0, 0]), y.shape[1], int(y[0, 0])) for x, y in loader]
+    with pytest.warns(PoolWarning, match="the slot pool"):
+        found = [(int(x[0, 0]), y.shape[1], int(y[0, 0])) for x, y in loader]
     assert found == [(index, 10_000 * (index + 1), index) for index in range(12)]
 
 
@@ -348,17 +349,17 @@ def interrupted_at(place: int, workers: int) -> tuple[list[list[int]], bool, boo
                 raise Timeout
 
     seen: list[Any] = []
-    batch = targets = None
+    batch = None
     sys.setprofile(profile)
     try:
         while True:
             try:
                 if batch is None:
                     batch = next(iterator)
-                targets = batch.targets
+                pair = batch.inputs, batch.targets
             except Timeout:
                 continue
-            seen.append((batch.inputs, targets))
+            seen.append(pair)
             batch = None
     except StopIteration:
         broken = False
@@ -374,6 +375,7 @@ def interrupted_at(place: int, workers: int) -> tuple[list[list[int]], bool, boo
 def test_an_interruption_anywhere_parts_no_pair(workers: int) -> None:
     def trials(teller: Teller) -> None:
         sys.unraisablehook = lambda unraisable: None  # what is raised in a finalizer nobody can catch
+        gc.disable()  # or an interruption would come in the middle of somebody's finalizer
         place, verdicts = 1, []
         while True:
             seen, came, broken = interrupted_at(place, workers)
@@ -381,7 +383,7 @@ def test_an_interruption_anywhere_parts_no_pair(workers: int) -> None:
             if not came:
                 break
             place += STRIDE
-        gc.collect()
+            gc.collect()
         teller.tell((verdicts, children()))
 
     # In a child: an interruption between a system call and its return may cost the process a descriptor.
@@ -414,6 +416,7 @@ class Settled:
         return
 
 
+ZERO = (0,)
 READERS: dict[str, Callable[[LateBatch], Any]] = {
     "[1]": lambda batch: ("x", batch[1]),
     "[-1]": lambda batch: ("x", batch[-1]),
@@ -422,8 +425,8 @@ READERS: dict[str, Callable[[LateBatch], Any]] = {
     "call": lambda batch: (lambda *both: both)(*batch),
     "tuple": tuple,
     "list": list,
-    "add": lambda batch: (batch + tuple([0]))[:2],
-    "radd": lambda batch: (tuple([0]) + batch)[1:],
+    "add": lambda batch: (batch + ZERO)[:2],
+    "radd": lambda batch: (ZERO + batch)[1:],
     "mul": lambda batch: (batch * 2)[2:],
     "reversed": lambda batch: list(reversed(batch))[::-1],
     "copy": copy.copy,
