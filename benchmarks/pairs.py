@@ -235,7 +235,7 @@ def measure(who: str, name: str, workers: int, seconds: float) -> Measured:
     until = time.perf_counter() + seconds
     while not rates or time.perf_counter() < until:
         batches, start = 0, time.perf_counter()
-        for inputs, targets in loaders:
+        for _inputs, targets in loaders:
             if not batches:
                 firsts.append(time.perf_counter() - start)
             targets()
@@ -243,7 +243,7 @@ def measure(who: str, name: str, workers: int, seconds: float) -> Measured:
             if time.perf_counter() >= until and batches > 8:
                 break
         rates.append(batches / (time.perf_counter() - start))
-        del inputs, targets
+        del targets
     return Measured(
         batches_per_s=statistics.median(rates),
         first_ms=1e3 * statistics.median(firsts),
