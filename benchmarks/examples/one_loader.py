@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 
 import torch
-from finder import Trainer
-from photographs import SEED, Masks, Pictures, bright, crop, random_place
+from finder import Trainer, warm_up
+from photographs import CROP, SEED, Masks, Pictures, bright, crop, random_place
 from torch import Tensor
 
 from shmloader import DataLoader, PairedDataset
@@ -28,6 +28,7 @@ def crop_both(picture: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    warm_up((BATCH_SIZE, 3, CROP, CROP))
     trainer = Trainer()
     loader = DataLoader(
         PairedDataset(Pictures(PAIRS), Masks(PAIRS), joint_transform=crop_both),

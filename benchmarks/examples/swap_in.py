@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from finder import Trainer
-from photographs import SEED, Masks, Pictures
+from finder import Trainer, warm_up
+from photographs import PATCH, SEED, Masks, Pictures
 from torch.utils.data import DataLoader, StackDataset
 
 import shmloader
@@ -47,6 +47,7 @@ def timed(what: str, make_loader: Callable[..., DataLoader[Any]]) -> list[float]
 
 
 def main() -> None:
+    warm_up((BATCH_SIZE, 3, PATCH, PATCH))
     torchs = timed("torch", DataLoader)
     swapped = timed("the one import", shmloader.DataLoader)
     with shmloader.patched_torch():

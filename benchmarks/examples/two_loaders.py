@@ -16,8 +16,8 @@ import random
 import time
 
 import torch
-from finder import Trainer
-from photographs import SEED, Masks, Pictures, bright, crop, random_place
+from finder import Trainer, warm_up
+from photographs import CROP, SEED, Masks, Pictures, bright, crop, random_place
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -59,6 +59,7 @@ def make_loader(whole: Dataset[Tensor]) -> DataLoader[Tensor]:
 
 
 def main() -> None:
+    warm_up((BATCH_SIZE, 3, CROP, CROP))
     trainer = Trainer()
     input_loader, target_loader = make_loader(Pictures(PAIRS)), make_loader(Masks(PAIRS))
     batches, right, loss = 0, 0, 0.0
