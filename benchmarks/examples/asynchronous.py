@@ -21,10 +21,11 @@ from statistics import median, quantiles
 
 import torch
 from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Masks, Pictures, bright
+from photographs import SEED, Masks, Pictures, bright
 from torch import Tensor
 
 from shmloader import DataLoader, PairedDataset
+from shmloader.cli.photographs import PATCH
 
 PAIRS, BATCH_SIZE, WORKERS = 1600, 16, 1
 TICK_S = 0.001

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Pictures, SmoothMasks, bright, without_grain
+from photographs import SEED, Pictures, SmoothMasks, bright, without_grain
 from torch import Tensor
 
 from shmloader import DataLoader, PairedDataset
+from shmloader.cli.photographs import PATCH
 
-PAIRS, BATCH_SIZE, WORKERS = 256, 8, 1
+PAIRS, BATCH_SIZE, WORKERS = 128, 8, 1
 
 
 @dataclass

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Masks, Pictures
+from photographs import SEED, Masks, Pictures
 from torch.utils.data import DataLoader, StackDataset
 
 import shmloader
+from shmloader.cli.photographs import PATCH
 
 PAIRS, BATCH_SIZE, EPOCHS, WORKERS = 768, 16, 2, 2
 
