@@ -44,6 +44,8 @@ def test_the_answer_runs_also_asynchronously_and_when_it_is_asked_first(names: d
     asyncio.run(names["train"]())
     exec(block_after("test:ready"), names)
     assert torch.equal(*names["batch"])
+    names["loader"].close()
+    names.clear()  # the functions that were made there refer to it
 
 
 def test_every_block_of_the_translation_stands_in_the_readme_as_well() -> None:
