@@ -2,7 +2,8 @@
 
 `async for` waits for batches without blocking the loop, and `asyncio.to_thread` runs the training step in a thread. A
 task that wants to run every millisecond shows what is left for others: by how much it comes late, while the same steps
-run on batches that lie in memory, and while they run on batches from the loader.
+run on batches that lie in memory, and while they run on batches from the loader. What differs is the loader's own work,
+and that of its worker process, which takes its share of the cores.
 
 `torch.jit.fork` looks as if it did this too. On an ordinary module it does not: it returns when the forward pass is
 over, as is measured beside. Needs the extra `demo`:
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 import torch
-from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Masks, Pictures, bright
 from torch import Tensor
 
+from finder import Trainer, warm_up
+from photographs import PATCH, SEED, Masks, Pictures, bright
 from shmloader import DataLoader, PairedDataset
 
-PAIRS, BATCH_SIZE, WORKERS = 1600, 16, 1
+PAIRS, BATCH_SIZE, WORKERS = 960, 16, 1
 TICK_S = 0.001
 FORKS = 15
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Pictures, SmoothMasks, bright, without_grain
 from torch import Tensor
 
+from finder import Trainer, warm_up
+from photographs import PATCH, SEED, Pictures, SmoothMasks, bright, without_grain
 from shmloader import DataLoader, PairedDataset
 
-PAIRS, BATCH_SIZE, WORKERS = 256, 8, 1
+PAIRS, BATCH_SIZE, WORKERS = 128, 8, 1
 
 
 @dataclass

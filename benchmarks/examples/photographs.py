@@ -19,7 +19,7 @@ from shmloader.cli.photographs import PATCH, TRAINING, Clean, Patches, photograp
 SEED = 0
 BRIGHT = 120  # of 255
 CROP = 48  # pixels a side, of PATCH
-GRAIN = 9  # pixels a side of the window whose median takes the grain out; this many take a while
+GRAIN = 7  # pixels a side of the window whose median takes the grain out; this many take a while
 
 Place: TypeAlias = tuple[int, int]
 

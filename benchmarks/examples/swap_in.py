@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Masks, Pictures
 from torch.utils.data import DataLoader, StackDataset
 
 import shmloader
+from finder import Trainer, warm_up
+from photographs import PATCH, SEED, Masks, Pictures
 
-PAIRS, BATCH_SIZE, EPOCHS, WORKERS = 768, 16, 2, 2
+PAIRS, BATCH_SIZE, EPOCHS, WORKERS = 512, 16, 2, 2
 
 
 def train(make_loader: Callable[..., DataLoader[Any]]) -> list[float]:
