@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         UnpicklableBatchError,
         WorkerDiedError,
     )
+    from shmloader.late import LateBatch
     from shmloader.loader import DataLoader, loaders
     from shmloader.paired import PairedDataset
     from shmloader.patching import patch_torch, patched_torch, unpatch_torch
@@ -27,6 +28,7 @@ __all__ = [
     "BatchTooLargeError",
     "DataLoader",
     "IteratorBrokenError",
+    "LateBatch",
     "LoaderStats",
     "Memory",
     "PairedDataset",
@@ -48,6 +50,7 @@ __all__ = [
 _HOMES = {
     "DataLoader": "loader",
     "loaders": "loader",
+    "LateBatch": "late",
     "PairedDataset": "paired",
     "patch_torch": "patching",
     "patched_torch": "patching",

@@ -104,6 +104,9 @@ class Counts:
     restarts: int = 0
     copies: dict[str, int] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)
+    #: Seconds since the last batch that were no part of the step: for late targets, and for the next batch by itself.
+    waited_amid_s: float = 0.0
+    awaited_s: float = 0.0
     begun: float = field(default_factory=lambda: time.perf_counter())
     _entered: float = 0.0
     _left: float = 0.0
@@ -113,21 +116,32 @@ class Counts:
         """``next()`` was called."""
         self._entered = now = time.perf_counter()
         if self.batches:
-            self.step_s += now - self._left
+            self.step_s += now - self._left - self.waited_amid_s - self.awaited_s
+        self.waited_amid_s = 0.0
         self._waited_before = self.wait_s
 
     def leave(self) -> None:
         """``next()`` returns a batch."""
         self._left = now = time.perf_counter()
-        waited = self.wait_s - self._waited_before
+        waited, awaited_s = self.wait_s - self._waited_before, self.awaited_s
+        self.awaited_s = 0.0
         if not self.start_s:
             # What the first batch took tells of starting, not of the job: it is kept out of everything else.
             self.start_s = now - self.begun
             self.wait_s = 0.0
             return
         self.hand_over_s += now - self._entered - waited
-        if waited:
-            self.waits.note(waited)
+        if waited or awaited_s:
+            self.waits.note(waited + awaited_s)
+
+    def waited_amid(self, seconds: float) -> None:
+        """So much of what was waited was waited within the step, for late targets."""
+        self.waited_amid_s += seconds
+
+    def awaited(self, seconds: float) -> None:
+        """So long was waited for the next batch before ``next()`` was called."""
+        self.wait_s += seconds
+        self.awaited_s += seconds
 
     def copied(self, reason: str) -> None:
         """A private copy was made."""
@@ -153,5 +167,5 @@ class Counts:
 
 
 #: The fields of :class:`Counts` that add up.
-_KEPT_APART = ("copies", "waits", "begun")
+_KEPT_APART = ("copies", "waits", "begun", "waited_amid_s", "awaited_s")
 SUMS = [entry.name for entry in fields(Counts) if entry.name not in _KEPT_APART and entry.name[0] != "_"]

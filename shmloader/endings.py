@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections import deque
+from types import FrameType
 from typing import Protocol
 
 
@@ -34,21 +36,35 @@ def register(iterator: Ending) -> None:
 
 
 def enter() -> bool:
-    """A pump begins in this thread: until :func:`leave`, finalizers only post. Pass on what this returns."""
-    outermost = not getattr(_pumping, "busy", False)
-    _pumping.busy = True
+    """The caller pumps in this thread: until :func:`leave`, finalizers only post. Pass on what this returns."""
+    outermost = not pumping()
+    if outermost:
+        frame = sys._getframe(1)
+        _pumping.holder = id(frame), frame.f_code
     return outermost
 
 
 def pumping() -> bool:
-    """Whether a pump runs in this thread."""
-    return getattr(_pumping, "busy", False)
+    """Whether a pump runs in this thread.
+
+    An exception from a signal handler may keep a pump from ever saying that it has left: it is then not among the
+    callers any more. Taken for one that runs, it would keep every finalizer to come from ending anything.
+    """
+    holder = getattr(_pumping, "holder", None)
+    if holder is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (id(frame), frame.f_code) == holder:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def leave(outermost: bool) -> None:
     """The pump is through; what was posted meanwhile ends now."""
     if outermost:
-        _pumping.busy = False
+        _pumping.holder = None
         if _orphans:
             _serve_orphans()
 
@@ -58,7 +74,7 @@ def finalize(iterator: Ending) -> None:
 
     A finalizer may run between any two steps of another iterator's pump, and ending workers takes steps of its own.
     """
-    if getattr(_pumping, "busy", False):
+    if pumping():
         _orphans.append(iterator)
     else:
         iterator._shutdown_workers()

@@ -3,18 +3,21 @@
 The pump runs inside ``__next__``: there is no thread and no lock. While the training step runs, the workers live off
 the assignments that they hold, ``prefetch_factor`` each. What is pulled from the sampler, when, and to which worker it
 goes is torch's to the letter; the names that frameworks look for are torch's, too.
+
+With late targets, ``next()`` hands over the inputs of a batch, and who reads its targets pumps on until they are there.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,15 +29,17 @@ from torch.utils.data.dataloader import (
 )
 
 from shmloader import endings
+from shmloader.bell import Bell
 from shmloader.device import locking
 from shmloader.device.accelerator import Accelerator
 from shmloader.device.transfer import Transfer
 from shmloader.errors import IteratorBrokenError, WorkerDiedError
+from shmloader.late import LateBatch, Pending
 from shmloader.memory.pool import Lender
 from shmloader.pump import Pump, Task
 from shmloader.stats import Record
 from shmloader.turns import Turns
-from shmloader.workers.crew import Crew, Worker, close_files
+from shmloader.workers.crew import ASK_S, Crew, Worker, close_files
 from shmloader.workers.payload import Job
 from shmloader.workers.protocol import Message, Tag
 
@@ -55,6 +60,8 @@ class Terms:
     record: Record
     #: Where batches are delivered, if not on the CPU.
     accelerator: Accelerator | None = None
+    #: The collate functions of inputs and of targets, if targets may come late.
+    half_collates: tuple[Callable[[Any], Any], ...] = ()
 
 
 class _Outcome(NamedTuple):
@@ -91,6 +98,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._anybody = terms.seed_batches and self._dataset_kind != _DatasetKind.Iterable
         self._unsettled = False
         self._fatal: str | None = None
+        self._withheld: _Outcome | None = None  # what next() has come to, until it has returned it
+        self._bell = Bell()
         try:
             self._start(loader)
             self._reset(loader, first_iter=True)
@@ -104,7 +113,14 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._transfer = self._open_device()
         self._crew = Crew(loader.multiprocessing_context or torch.multiprocessing, pool.segment)
         self._pump = Pump(
-            self._crew, pool, terms.limit_bytes, terms.available, terms.copy, terms.record, self._transfer
+            self._crew,
+            pool,
+            terms.limit_bytes,
+            terms.available,
+            terms.copy,
+            terms.record,
+            self._transfer,
+            late_targets=bool(terms.half_collates),
         )
         self._shutdown = self._ended = False
         endings.register(self)
@@ -126,7 +142,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             dataset_kind=self._dataset_kind,
             dataset=self._dataset,
             auto_collation=self._auto_collation,
-            collate_fn=self._collate_fn,
+            collate_fns=self._terms.half_collates or (self._collate_fn,),
             drop_last=self._drop_last,
             worker_init_fn=loader.worker_init_fn,
             base_seed=int(self._base_seed),
@@ -149,6 +165,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def _begin(self, loader: Any, first_iter: bool) -> None:
         if not first_iter:
+            self._give_targets()
             self._pump.end_epoch()
             for worker in self._crew.workers:
                 worker.send(Tag.RESUME, epoch=self._pump.epoch)
@@ -159,7 +176,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._arrived: deque[int] = deque()  # answered batches as they came, for in_order=False
         self._turns = Turns(self._crew.workers, self._prefetch_factor, self._in_order, self._anybody)
         self._length_called = loader._IterableDataset_len_called is not None
-        self._withheld: _Outcome | None = None  # what next() has come to, until it has returned it
+        self._withheld = None
         self._handing = False
         self._cut_off = False
         self._note_record()
@@ -232,10 +249,18 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             if self._transfer is not None:
                 self._fly_ahead()
         finally:
-            endings.leave(outermost)
+            self._leave(outermost)
+
+    def _leave(self, outermost: bool) -> None:
+        """A pump is through: whoever awaits something else from it has to look again."""
+        endings.leave(outermost)
+        if self._bell.waiters:
+            self._bell.ring()
 
     def _fly_ahead(self) -> None:
         """Enqueue the copies of the batches that come next, as far as they are there."""
+        for late in self._pump.handed_over():
+            self._pump.send_ahead(late)
         for place in range(AHEAD):
             task = self._coming(place)
             if task is None or not task.answered:
@@ -244,6 +269,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             if task is None or not task.answered:
                 return
             self._pump.send_ahead(task)
+            if task.batch in self._pump.targets:
+                self._pump.send_ahead(self._pump.targets[task.batch])
 
     def _coming(self, place: int) -> Task | None:
         """The task that is delivered after ``place`` others."""
@@ -263,6 +290,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         """The task to deliver now, if it is answered; ends the epoch when there is none left."""
         tasks = self._pump.tasks
         if not tasks:
+            self._give_targets()
             self._settle()
             if not self._persistent_workers:
                 self._shutdown_workers()
@@ -278,21 +306,30 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             self._rcvd_idx += 1
         return task if task.answered else None
 
-    def _lowest(self) -> int:
-        """The batch that everybody waits for: it is always granted space, or the order could not be kept."""
-        tasks = self._pump.tasks
-        if not self._in_order:
-            return next((batch for batch, task in tasks.items() if not task.answered), -1)
-        return next(iter(tasks), -1)
+    def _awaited(self) -> list[Task]:
+        """What everybody waits for: it is always granted space, or the order could not be kept."""
+        tasks, targets = self._pump.tasks.values(), self._pump.handed_over()
+        # A worker that makes the next batch may wait for space for the targets of an earlier one.
+        late = next((task for task in targets if not task.answered), None)
+        first = next((task for task in tasks if self._in_order or not task.answered), None)
+        return [task for task in (late, first) if task is not None]
 
-    def _serve_needs(self) -> None:
-        refused = self._pump.serve_needs(self._lowest(), self._in_order)
-        if refused is not None and not self._in_order:
-            self._arrived.append(refused.batch)
+    def _serve_needs(self, wanted: Task | None = None) -> None:
+        awaited = self._awaited()
+        if wanted is not None:
+            awaited.append(wanted)
+        for task in self._pump.serve_needs(awaited, self._in_order):
+            self._note_settled(task)
+
+    def _note_settled(self, task: Task) -> None:
+        if not self._in_order and not task.lane:
+            self._arrived.append(task.batch)
 
     def _hand_over(self, task: Task) -> None:
         self._turns.delivered(task.worker)
-        outcome = _Outcome(error=self._pump.fail(task)) if task.error is not None else self._deliver(task)
+        outcome = self._outcome(task)
+        if self._terms.half_collates:
+            outcome = self._with_targets(task.batch, outcome)
         if self._pump.needy:
             self._serve_needs()
         # Before the caller sees the batch, or its error, as in torch: the worker goes on meanwhile. Should the sampler
@@ -302,13 +339,16 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         del outcome
         self._try_put_index()
 
+    def _outcome(self, task: Task) -> _Outcome:
+        return _Outcome(error=self._pump.fail(task)) if task.error is not None else self._deliver(task)
+
     def _deliver(self, task: Task) -> _Outcome:
         try:
             data = self._pump.deliver(task)
             if self._pin_memory:
                 data = pin_memory(data, self._pin_memory_device)
         except Exception as error:
-            if task.batch in self._pump.tasks:
+            if self._pump.holds(task):
                 raise  # it came out of nowhere, and the batch is not delivered yet
             # The batch's own classes may raise anything. Kept in a variable of this frame, which its traceback refers
             # to, the error would keep itself alive, and with it the slot.
@@ -321,8 +361,12 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         Returns:
             How many batches are ready.
         """
-        if self._shutdown or self._unsettled or self._fatal or self._pid != os.getpid() or endings.pumping():
-            return 0
+        self._look()
+        return 0 if self.spent else sum(task.answered for task in self._pump.tasks.values())
+
+    def _look(self) -> None:
+        if self.spent or endings.pumping():
+            return
         outermost = endings.enter()
         try:
             self._unsettled = True
@@ -333,8 +377,143 @@ class ShmIter(_MultiProcessingDataLoaderIter):
                 self._fly_ahead()
             self._settle()
         finally:
-            endings.leave(outermost)
-        return sum(task.answered for task in self._pump.tasks.values())
+            self._leave(outermost)
+
+    # -- without blocking --------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether ``next()`` would return, or raise, without waiting. To be called by the thread that iterates."""
+        if self._withheld is not None:
+            return True
+        self._look()
+        if self.spent:
+            return True
+        if self._pump.tasks:
+            task = self._coming(0)
+            return task is not None and task.answered
+        return not any(task.reader() for task in self._pump.handed_over() if task.reader and not task.answered)
+
+    async def until_ready(self) -> None:
+        """Wait until ``next()`` would not, without blocking the event loop.
+
+        Raises:
+            RuntimeError: the loader's ``timeout`` has passed.
+        """
+        self._counts.awaited(await self._until(self.ready))
+
+    async def _until(self, there: Callable[[], bool]) -> float:
+        started = time.perf_counter()
+        left = None
+        while not there():
+            if self._timeout > 0:
+                left = max(0.0, started + self._timeout - time.perf_counter())
+            if not await self._bell.wait(self._crew.descriptors(), left):
+                raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+        return time.perf_counter() - started
+
+    def abandoned(self) -> bool:
+        """Whether it can be ended once its loop is over: it has no other epoch, and nobody waits for targets."""
+        if self._persistent_workers or self._ended or self._pid != os.getpid():
+            return False
+        return not any(task.reader() for task in self._pump.handed_over() if task.reader)
+
+    async def retire(self) -> None:
+        """End the workers, who may be in the middle of a long fetch, without blocking the event loop meanwhile."""
+        if self._ended or self._pid != os.getpid():
+            return
+        self._shutdown = True
+        try:
+            self._crew.dismiss_all()
+            deadline = time.monotonic() + ASK_S
+            while (running := self._crew.unended()) and (left := deadline - time.monotonic()) > 0:
+                await self._bell.wait([(running[0], select.POLLIN)], left)
+        finally:
+            self._shutdown_workers()
+
+    # -- late targets ------------------------------------------------------------------------------------------
+
+    def _with_targets(self, batch: int, outcome: _Outcome) -> _Outcome:
+        if outcome.error is not None:
+            self._pump.abandon_targets(batch)
+            return outcome
+        pending = Pending(self, batch)
+        self._pump.expect(batch, pending)
+        return _Outcome(LateBatch(outcome.data, pending))
+
+    def bring(self, pending: Pending) -> None:
+        """Pump until the targets, or their error, are there.
+
+        Raises:
+            RuntimeError: the iterator has ended; the loader's ``timeout`` has passed; a worker died.
+        """
+        self._check_usable()
+        outermost, counts = endings.enter(), self._counts
+        before = counts.wait_s
+        self._unsettled = True
+        self._thread = threading.get_ident()
+        try:
+            while not pending.settled:
+                self._pump.reclaim()
+                task = self._pump.targets[pending.batch]
+                if self._pump.needy:
+                    self._serve_needs(task)
+                if task.answered:
+                    self._give(task)
+                else:
+                    self._hear()
+            self._settle()
+        finally:
+            counts.waited_amid(counts.wait_s - before)
+            self._leave(outermost)
+        if self._pump.notices:
+            self._pump.warn()
+
+    def has(self, pending: Pending) -> bool:
+        """Whether :meth:`bring` would return, or raise, without waiting."""
+        self._look()
+        if pending.settled or self.spent:
+            return True
+        return self._pump.targets[pending.batch].answered
+
+    async def until(self, pending: Pending) -> None:
+        """Wait until :meth:`bring` would not, without blocking the event loop."""
+        waited = await self._until(lambda: self.has(pending))
+        self._counts.wait_s += waited
+        self._counts.waited_amid(waited)
+
+    def _give(self, task: Task) -> None:
+        reader = task.reader() if task.reader is not None else None
+        if reader is None:
+            self._pump.abandon_targets(task.batch)
+            return
+        outcome = self._outcome(task)
+        if outcome.error is not None:
+            reader.fail(outcome.error)
+        else:
+            reader.put(outcome.data)
+
+    def _give_targets(self) -> None:
+        """Wait for the targets that somebody can still read: after this, nobody makes them."""
+        while tasks := tuple(self._pump.handed_over()):
+            self._pump.reclaim()
+            if self._pump.needy:
+                self._serve_needs()
+            for task in tasks:
+                if task.answered or task.reader is None or task.reader() is None:
+                    self._give(task)
+            if any(self._pump.handed_over()):
+                self._hear()
+
+    def _part_with_targets(self) -> None:
+        """Give what is there to who can read it, and an error for the rest: nobody makes it any more."""
+        for task in tuple(self._pump.handed_over()):
+            reader = task.reader() if task.reader is not None else None
+            if task.answered or reader is None:
+                self._give(task)
+            elif self._fatal:
+                reader.fail(WorkerDiedError(self._fatal))
+            else:
+                reader.fail(RuntimeError(f"the loader was closed before {task.title()} were there"))
 
     # -- out ---------------------------------------------------------------------------------------------------
 
@@ -387,8 +566,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
                 self._exhaust(worker, message)
                 continue
             task = self._pump.note(message)
-            if task is not None and not self._in_order:
-                self._arrived.append(task.batch)
+            if task is not None:
+                self._note_settled(task)
         return bool(heard)
 
     def _exhaust(self, worker: Worker, message: Message) -> None:
@@ -400,8 +579,10 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             self._try_put_index(amid=True)
 
     def _die(self, worker: Worker) -> NoReturn:
-        held = [task for task in self._pump.tasks.values() if task.worker is worker and not task.answered]
-        text = worker.epitaph() + (f" It was given {held[0].name()}." if held else "")
+        tasks = chain(self._pump.tasks.values(), self._pump.targets.values())
+        held = [task for task in tasks if task.worker is worker and not task.answered]
+        first = min(held, key=lambda task: task.number, default=None)
+        text = worker.epitaph() + (f" It was given {first.name()}." if first else "")
         self._fatal = text
         self._settle()
         self._shutdown_workers()
@@ -442,6 +623,10 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         if self._ended or self._pid != os.getpid():
             return
         self._shutdown = True
+        if not self._unsettled:
+            self._unsettled = True
+            self._part_with_targets()
+            self._settle()
         if self._transfer is not None:
             self._transfer.finish()
         self._crew.stop()

@@ -15,6 +15,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from shmloader.asynchronous import AsyncIter
 from shmloader.device import accelerator
 from shmloader.device.carried import Carried
 from shmloader.errors import PlatformWarning, SeedingWarning
@@ -24,10 +25,11 @@ from shmloader.memory import segment
 from shmloader.memory.budget import check_slots, default_budget, parse_memory_limit
 from shmloader.memory.pool import Lender
 from shmloader.memory.recycled import Recycler
-from shmloader.sidecollate import collate_of
+from shmloader.sidecollate import collate_of, half_collates
 from shmloader.stats import LoaderStats, Record
 from shmloader.tuning import machine
 from shmloader.tuning.auto import AutoWorkers, check_max_workers, choose_workers
+from shmloader.workers.halves import halves_of
 from shmloader.workers.seeding import own_generators
 
 T_co = TypeVar("T_co", covariant=True)
@@ -42,7 +44,7 @@ TorchLoader = torch.utils.data.DataLoader
 
 SEEDINGS = ("worker", "batch")
 #: The keywords that torch's loader does not have.
-OPTIONS = ("memory_limit", "slots", "seeding", "max_workers", "copy", "device")
+OPTIONS = ("memory_limit", "slots", "seeding", "max_workers", "copy", "device", "late_targets")
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -76,12 +78,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             devices, resolved when an epoch begins (without an index: the current device of this process). Copies are
             issued ahead of need on one side stream, for which the current stream waits at ``next()``; batches are the
             consumer's own. Default, and for ``"cpu"``: batches stay on the CPU. ``pin_memory`` then has nothing to do.
+        late_targets: hand over inputs as soon as they are there; each batch is a :class:`LateBatch`, a tuple
+            ``(inputs, targets)`` that waits for its targets only when they are used. For a map-style
+            :class:`PairedDataset` of inputs and targets, a ``StackDataset`` of two, or a data set with
+            ``load_input(index)`` and ``load_target(index)``, also within torch's ``Subset`` and ``ConcatDataset``.
+            What a side raises is raised where that side is used. Under ``seeding="batch"``, each half is seeded by
+            itself; under ``"worker"``, a worker makes a batch's inputs, then its targets. Both halves have slots of
+            their own, so ``slots`` counts each. Without workers, targets are made when they are first used.
         kwargs: newer torch's own keywords, passed on.
 
     Batches are views of pool memory that is theirs for as long as anything refers to it; hold as many as you like.
 
     Raises:
-        TypeError, ValueError: as torch's loader, and for options that are out of range.
+        TypeError, ValueError: as torch's loader, and for options that are out of range; for ``late_targets`` with a
+            data set whose inputs cannot be had without its targets (``joint_transform``, pairs by name, iterable
+            ones), or with a ``collate_fn`` that sees whole pairs.
     """
 
     # Subclasses in the wild copy __dict__ or set attributes themselves, and never call __init__.
@@ -91,6 +102,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     max_workers: int | None = None
     copy: bool = False
     device: str | int | torch.device | None = None
+    late_targets: bool = False
     # Frameworks delete it to end an epoch's workers; iterating again must not fail over that.
     _iterator: _BaseDataLoaderIter | None = None
 
@@ -120,11 +132,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: int | None = None,
         copy: bool = False,
         device: str | int | torch.device | None = None,
+        late_targets: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_options(memory_limit, slots, seeding, max_workers, copy, device)
+        check_options(memory_limit, slots, seeding, max_workers, copy, device, late_targets)
         options: dict[str, Any] = {"memory_limit": memory_limit, "slots": slots, "seeding": seeding}
-        options |= {"max_workers": max_workers, "copy": copy, "device": device}
+        options |= {"max_workers": max_workers, "copy": copy, "device": device, "late_targets": late_targets}
         num_workers = self._resolve(dataset, num_workers, options)
         max_workers = options["max_workers"]
         if collate_fn is None:
@@ -154,6 +167,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Raw, under the keywords' own names: frameworks re-create loaders from these attributes.
         for name, value in options.items():
             setattr(self, name, value)
+        if late_targets:
+            _collates_of_halves(self)  # an error here rather than in the first epoch
         _home(self)  # known to loaders() from now on
 
     def _resolve(self, dataset: Any, num_workers: Any, options: dict[str, Any]) -> Any:
@@ -193,6 +208,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return iterator
 
     def _torchs_iterator(self) -> _BaseDataLoaderIter:
+        if self.late_targets:
+            raise RuntimeError("late_targets needs shmloader's own workers, which cannot be had here; leave it out")
         there = accelerator.find(self.device)
         iterator = super()._get_iterator()
         return iterator if there is None else cast(_BaseDataLoaderIter, Carried(iterator, there))
@@ -207,6 +224,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         alone = shallow_copy(self)
         alone.num_workers, alone.timeout = 0, 0
         return alone
+
+    def __aiter__(self) -> AsyncIter[T_co]:
+        """For ``async for``: an epoch as of :func:`iter`, that never blocks the event loop while it waits."""
+        return AsyncIter(iter(self))
 
     # -- reading and closing -----------------------------------------------------------------------------------
 
@@ -259,6 +280,7 @@ def check_options(
     max_workers: Any = None,
     copy: Any = False,
     device: Any = None,
+    late_targets: Any = False,
 ) -> None:
     """Whether the options make sense, whatever the data set.
 
@@ -272,7 +294,21 @@ def check_options(
         raise ValueError(f"seeding must be 'worker', 'batch' or None, got {seeding!r}")
     if not isinstance(copy, bool):
         raise TypeError(f"copy must be a bool, got {copy!r}")
+    if not isinstance(late_targets, bool):
+        raise TypeError(f"late_targets must be a bool, got {late_targets!r}")
     accelerator.check(device)
+
+
+def _collates_of_halves(loader: Any) -> tuple[Callable[[Any], Any], ...]:
+    """The collate functions of inputs and of targets.
+
+    Raises:
+        TypeError: the data set or the collate function does not allow for late targets.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError("late_targets needs a map-style data set: a stream gives inputs and targets together")
+    halves_of(loader.dataset)
+    return half_collates(loader.collate_fn)
 
 
 def _count_workers(dataset: Any, batch_size: Any, sampler: Any, batch_sampler: Any, max_workers: Any) -> AutoWorkers:
@@ -328,6 +364,7 @@ class _Home:
             copy=loader.copy,
             accelerator=accelerator.find(loader.device),
             record=self.record,
+            half_collates=_collates_of_halves(loader) if loader.late_targets else (),
         )
 
     def _lender_for(self, raw_limit: Any, limit: int | None, slots: int | None) -> Lender:

@@ -222,8 +222,48 @@ class PairedItems(PairedDataset[T_co], StackDataset[Any]):
             raise IndexError(f"index {number} is out of range for {self._length} pairs")
         return index if number >= 0 else number + self._length
 
+    def _halves(self) -> tuple[PairedHalf, PairedHalf]:
+        """The inputs and the targets of these pairs as data sets of their own, for ``late_targets``.
+
+        Raises:
+            TypeError: they cannot be had one without the other.
+        """
+        if self.joint_transform is not None:
+            raise TypeError("late_targets loads inputs before targets, but joint_transform needs both at once")
+        if isinstance(self.datasets, dict):
+            raise TypeError(
+                f"late_targets is for inputs and targets by position, but these pairs have names "
+                f"({', '.join(self.datasets)})"
+            )
+        for name in ("__getitem__", "__getitems__"):
+            if getattr(type(self), name) is not getattr(PairedItems, name):
+                raise TypeError(
+                    f"late_targets would go around {kind_of(self)}.{name}; give the class load_input(index) and "
+                    "load_target(index) instead"
+                )
+        return PairedHalf(self, "inputs"), PairedHalf(self, "targets")
+
     def _within(self, name: str, side: Any, index: Any) -> Any:
         return operator.index(index) % len(side) if name in self.cycle else index
+
+
+class PairedHalf(Dataset[Any]):
+    """One side of :class:`PairedItems`, by the pairs' own indices."""
+
+    def __init__(self, pairs: PairedItems[Any], name: str) -> None:
+        self._pairs, self._name = pairs, name
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        pairs, side = self._pairs, self._pairs._sides[self._name]
+        return side[pairs._within(self._name, side, pairs._from_front(index))]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """The items at these indices."""
+        pairs = self._pairs
+        return pairs._fetch(self._name, pairs._sides[self._name], [pairs._from_front(index) for index in indices])
 
 
 class PairedStream(PairedDataset[T_co], IterableDataset[T_co]):

@@ -121,6 +121,7 @@ class MultiProcessingIter(ShmIter, metaclass=_StandsFor):
 
     def __init__(self, loader: Any) -> None:
         named = {"memory_limit": None, "slots": None, "seeding": None, "copy": False, "device": None}
+        named["late_targets"] = False  # no option of a patch: foreign code unpacks plain pairs
         named |= _patch.options if _patch is not None else {}
         options = SimpleNamespace(num_workers=loader.num_workers, **named)
         super().__init__(loader, ours.terms_of(loader, options))

@@ -2,6 +2,9 @@
 
 The pump joins what the rooms below keep apart: the crew, which knows no slots, and the pool, which knows no processes.
 It has no opinion on order: the iterator says which batch goes to whom and which is due.
+
+Where targets may come late, a batch is two tasks, one for each half: each has its own Fill, slot and lease. The targets
+of a batch that was handed over are for its reader, and nobody's when there is none any more.
 """
 
 from __future__ import annotations
@@ -9,8 +12,11 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +35,7 @@ from shmloader.memory.slots import Slot
 from shmloader.stats import Record
 from shmloader.workers.crew import Crew, Worker
 from shmloader.workers.failure import unpack_failure
-from shmloader.workers.protocol import NO_LAYOUT, Flag, Message, SlotEvent, Tag
+from shmloader.workers.protocol import NO_LAYOUT, Flag, Message, SlotEvent, Tag, number_of
 
 #: A batch that came in a file of its own is copied out of it below this size: mappings are a limited resource, and a
 #: consumer may hold any number of batches.
@@ -39,7 +45,7 @@ HELD = (
     "memory, which is slower; raise memory_limit or slots, or hold fewer batches"
 )
 OVERSIZE = (
-    "batch {} ({} bytes) found no room in the slot pool (at most {} bytes) and travelled in memory of its own, which "
+    "{} ({} bytes) found no room in the slot pool (at most {} bytes) and travelled in memory of its own, which "
     "is slower; raise memory_limit or slots, or hold fewer batches"
 )
 T = TypeVar("T")
@@ -47,15 +53,27 @@ T = TypeVar("T")
 MOST_NAMED = 200
 
 
+#: What the halves of a batch are called.
+INPUTS, TARGETS = "inputs", "targets"
+
+
 @dataclass(slots=True, eq=False)
 class Task:
-    """One batch on its way."""
+    """One batch, or one half of it, on its way."""
 
     batch: int
     epoch: int
     worker: Worker
     indices: Any
     slot: Slot | None
+    #: What it is called in messages, and among all that is to be done in what order.
+    number: int
+    #: Which half it is; empty: the whole batch.
+    part: str = ""
+    #: The lane of its slots.
+    lane: int = 0
+    #: Targets whose inputs were handed over: who they are for.
+    reader: weakref.ref[Any] | None = None
     #: The range of its Fill, while the worker moves the batch into a larger one.
     moved_from: Slot | None = None
     #: Bytes that the worker asked for and waits for; 0: it does not wait.
@@ -74,12 +92,16 @@ class Task:
         """Whether the batch, or its error, is there."""
         return self.layout is not None or self.error is not None
 
+    def title(self) -> str:
+        """The batch, or which half of which, for messages."""
+        return f"the {self.part} of batch {self.batch}" if self.part else f"batch {self.batch}"
+
     def name(self) -> str:
-        """The batch and its indices, for messages."""
+        """The batch, or its half, and its indices, for messages."""
         try:
-            text = f"batch {self.batch}, indices {self.indices}"
+            text = f"{self.title()}, indices {self.indices}"
         except Exception:  # whatever the sampler's own objects make of it
-            text = f"batch {self.batch}, indices of {type(self.indices).__name__} that cannot be printed"
+            text = f"{self.title()}, indices of {type(self.indices).__name__} that cannot be printed"
         return text if len(text) <= MOST_NAMED else text[:MOST_NAMED] + " ..."
 
 
@@ -93,6 +115,7 @@ class Pump:
         copy: deliver private copies only.
         record: where to count.
         transfer: how batches get to the device, if that is where they are delivered.
+        late_targets: whether inputs and targets are made one after the other.
     """
 
     def __init__(
@@ -104,16 +127,22 @@ class Pump:
         copy: bool,
         record: Record,
         transfer: Transfer | None = None,
+        late_targets: bool = False,
     ) -> None:
         self.crew, self.pool = crew, pool
+        self._late_targets = late_targets
         self._transfer = transfer
         self._limit_bytes, self._available, self._copy = limit_bytes, available, copy
         self.epoch = 0
-        #: Tasks of this epoch that are not delivered yet.
+        #: Tasks of this epoch that are not delivered yet, by batch: whole batches or inputs.
         self.tasks: dict[int, Task] = {}
+        #: And the targets beside them, until their reader has them.
+        self.targets: dict[int, Task] = {}
+        #: Targets that nobody can read any more, by epoch and batch. Finalizers post here.
+        self._unread: deque[tuple[int, int]] = deque()
         #: Tasks that a worker still has to answer, of this epoch and of ended ones.
         self._owed: dict[tuple[int, int], Task] = {}
-        #: Tasks whose worker waits for space.
+        #: Tasks whose worker waits for space, by number.
         self.needy: dict[int, Task] = {}
         #: Tasks that were assigned without a slot, until they get one or do without.
         self._slotless: set[Task] = set()
@@ -126,91 +155,119 @@ class Pump:
     # -- out ---------------------------------------------------------------------------------------------------
 
     def assign(self, batch: int, worker: Worker, indices: Any) -> None:
-        """Send a Fill, with a slot if one can be had: without one the worker makes the batch and asks."""
+        """Send a Fill, or one for each half, with a slot if one can be had: else the worker makes it and asks."""
         body = codec.pack(indices)
+        if not self._late_targets:
+            self.tasks[batch] = self._send_fill(Task(batch, self.epoch, worker, indices, None, batch), body)
+            return
+        for half, (part, tasks) in enumerate(((INPUTS, self.tasks), (TARGETS, self.targets))):
+            number = number_of(batch, half)
+            tasks[batch] = self._send_fill(Task(batch, self.epoch, worker, indices, None, number, part, half), body)
+
+    def _send_fill(self, task: Task, body: bytes) -> Task:
         # Where slots are short, those that come free are for the workers that are going to ask for one: taken by later
         # batches, they would leave the batch that everybody waits for without.
-        slotless = self._slotless
-        slot = self._acquire(0) if not slotless or self.pool.ledger.spares(len(slotless)) else None
-        task = self.tasks[batch] = self._owed[self.epoch, batch] = Task(batch, self.epoch, worker, indices, slot)
+        slotless, lane = self._slotless, task.lane
+        waiting = sum(other.lane == lane for other in slotless) if slotless else 0
+        slot = self._acquire(0, lane) if not waiting or self.pool.ledger.spares(waiting, lane) else None
+        task.slot = slot
         if slot is None:
             slotless.add(task)
+        self._owed[task.epoch, task.number] = task
+        worker = task.worker
         worker.owes += 1
         offset, size = (slot.offset, slot.capacity) if slot else (0, 0)
-        worker.send(Tag.FILL, epoch=self.epoch, batch=batch, offset=offset, size=size, body=body)
+        worker.send(Tag.FILL, epoch=task.epoch, batch=task.number, offset=offset, size=size, body=body)
+        return task
 
-    def _acquire(self, nbytes: int) -> Slot | None:
+    def _acquire(self, nbytes: int, lane: int) -> Slot | None:
         try:
-            return self.pool.acquire(nbytes)
+            return self.pool.acquire(nbytes, lane)
         except PoolMemoryError:
             return None
 
-    def serve_needs(self, lowest: int, in_order: bool) -> Task | None:
-        """Grant space to workers that wait for it, in order; the ``lowest`` undelivered batch always gets through.
+    def serve_needs(self, awaited: list[Task], in_order: bool) -> list[Task]:
+        """Grant space to workers that wait for it, in order; what is ``awaited`` always gets through.
 
-        Returns that one if there is no memory for it: it is then settled, by an error.
+        Returns which of those there is no memory for: they are then settled, by an error.
         """
-        refused = None
-        for batch in sorted(self.needy):
-            task = self.needy[batch]
+        refused = []
+        short = set()  # lanes that have nothing left
+        for number in sorted(self.needy):
+            task = self.needy[number]
+            awaits = task in awaited
+            if task.lane in short and not awaits:
+                continue
             # What comes before it and has not asked yet is going to, and is delivered first.
-            ahead = sum(other.batch < batch and not other.needs for other in self._slotless) if in_order else 0
-            slot = self._acquire(task.needs) if self.pool.ledger.spares(ahead) or batch == lowest else None
-            if slot is None and batch == lowest:
+            ahead = self._ahead_of(task) if in_order else 0
+            spared = awaits or self.pool.ledger.spares(ahead, task.lane)
+            slot = self._acquire(task.needs, task.lane) if spared else None
+            if slot is None and awaits:
                 slot = self._make_room(task)
                 if slot is None:
                     self._send_without_slot(task)
-                    refused = task if task.error is not None else None
+                    if task.error is not None:
+                        refused.append(task)
                     continue
             if slot is None:
-                break
-            self._grant(task, slot)
+                short.add(task.lane)
+            else:
+                self._grant(task, slot)
         return refused
 
+    def _ahead_of(self, task: Task) -> int:
+        lane, number = task.lane, task.number
+        return sum(other.lane == lane and other.number < number and not other.needs for other in self._slotless)
+
     def _grant(self, task: Task, slot: Slot) -> None:
-        del self.needy[task.batch]
+        del self.needy[task.number]
         self._slotless.discard(task)
         task.needs = 0
         if task.slot is not None:
             self.pool.ledger.apply(task.slot, SlotEvent.GRANT)
         task.moved_from, task.slot = task.slot, slot
-        task.worker.send(Tag.GRANT, epoch=task.epoch, batch=task.batch, offset=slot.offset, size=slot.capacity)
+        task.worker.send(Tag.GRANT, epoch=task.epoch, batch=task.number, offset=slot.offset, size=slot.capacity)
 
     def _make_room(self, task: Task) -> Slot | None:
         """Copy answered batches out of the pool until the one that everybody waits for fits."""
         if not self.pool.ledger.fits(task.needs):
             return None
         while self._wait_for_device():
-            slot = self._acquire(task.needs)
+            slot = self._acquire(task.needs, task.lane)
             if slot is not None:
                 return slot
-        for other in sorted(self.tasks.values(), key=lambda other: -other.batch):
+        for other in sorted(self._undelivered(), key=lambda other: (other.lane != task.lane, -other.batch)):
+            if other.lane != task.lane and self.pool.ledger.full(task.lane):
+                break
             if other.slot is not None and other.layout is not None:
                 self._copy_out(other, other.layout, "room")
-                slot = self._acquire(task.needs)
+                slot = self._acquire(task.needs, task.lane)
                 if slot is not None:
                     return slot
         return None
 
+    def _undelivered(self) -> Iterator[Task]:
+        return chain(self.tasks.values(), self.targets.values())
+
     def _send_without_slot(self, task: Task) -> None:
         """Nothing can be freed without the consumer: the batch travels in a file of its own, or is refused."""
-        del self.needy[task.batch]
+        del self.needy[task.number]
         needs, task.needs = task.needs, 0
         left = self._available() - MARGIN_BYTES
         if needs > left:
             task.error = PoolMemoryError(
-                f"batch {task.batch} needs {needs} bytes, but only {max(left, 0)} are left on this machine or in its "
+                f"{task.title()} needs {needs} bytes, but only {max(left, 0)} are left on this machine or in its "
                 "container; make batches smaller, or lower prefetch_factor or num_workers"
             )
             self._drop(task)
             return
         self.counts.oversize_batches += 1
-        if needs <= self.pool.ledger.typical_bytes:
+        if needs <= self.pool.ledger.typical_bytes(task.lane):
             self._notice("held", HELD)
         else:
-            self._notice("oversize", OVERSIZE.format(task.batch, needs, self.pool.segment.nbytes))
+            self._notice("oversize", OVERSIZE.format(task.title(), needs, self.pool.segment.nbytes))
         task.worker.channel.expects_fd = True
-        task.worker.send(Tag.GRANT, Flag.NOTHING, epoch=task.epoch, batch=task.batch)
+        task.worker.send(Tag.GRANT, Flag.NOTHING, epoch=task.epoch, batch=task.number)
 
     # -- in ----------------------------------------------------------------------------------------------------
 
@@ -224,7 +281,7 @@ class Pump:
         task = self._owed.get(key)
         if task is None:
             raise ProtocolError(f"message {tag} for batch {message.batch} of epoch {message.epoch}: not owed")
-        wanted = self.tasks.get(task.batch) is task
+        wanted = self.holds(task)
         if tag == Tag.NEED_SPACE:
             return self._note_need(task, message.size, wanted)
         del self._owed[key]
@@ -249,19 +306,19 @@ class Pump:
             return None
         if self._limit_bytes is not None and size_class(nbytes) > self._limit_bytes:
             task.error = BatchTooLargeError(
-                f"batch {task.batch} needs {nbytes} bytes, more than memory_limit allows ({self._limit_bytes} bytes); "
+                f"{task.title()} needs {nbytes} bytes, more than memory_limit allows ({self._limit_bytes} bytes); "
                 f"raise memory_limit to at least {size_class(nbytes)}, or make batches smaller"
             )
             self._drop(task)
             return task
         task.needs = nbytes
-        self.pool.ledger.learn(nbytes)
-        self.needy[task.batch] = task
+        self.pool.ledger.learn(nbytes, task.lane)
+        self.needy[task.number] = task
         return None
 
     def _drop(self, task: Task) -> None:
         """Nobody wants the batch of a worker that waits for space; the answer that it owes only frees slots."""
-        task.worker.send(Tag.GRANT, Flag.DROP, epoch=task.epoch, batch=task.batch)
+        task.worker.send(Tag.GRANT, Flag.DROP, epoch=task.epoch, batch=task.number)
 
     def _note_filled(self, task: Task, message: Message) -> None:
         ledger, kept = self.pool.ledger, message.flags & Flag.KEPT
@@ -274,7 +331,7 @@ class Pump:
             self._leave(task.moved_from, SlotEvent.FILLED_KEPT if kept else SlotEvent.REPLACED)
             task.moved_from, kept = None, 0
         layout = task.layout = self._layout(task, message)
-        ledger.note_filled(layout.extent)
+        ledger.note_filled(layout.extent, task.lane)
         if task.slot is None:
             return
         if kept:
@@ -318,13 +375,20 @@ class Pump:
                 del self._owed[key]
                 self._slotless.discard(task)
                 worker.owes -= 1
-                if self.tasks.get(task.batch) is task:
-                    del self.tasks[task.batch]
+                if self.holds(task):
+                    del self._holder(task)[task.batch]
                 if task.slot is not None:
-                    kept = task.batch == message.batch and message.flags & Flag.KEPT
+                    kept = task.number == message.batch and message.flags & Flag.KEPT
                     self._leave(task.slot, SlotEvent.FILLED_KEPT if kept else SlotEvent.EXHAUSTED)
 
     # -- delivering --------------------------------------------------------------------------------------------
+
+    def _holder(self, task: Task) -> dict[int, Task]:
+        return self.targets if task.lane else self.tasks
+
+    def holds(self, task: Task) -> bool:
+        """Whether somebody still waits for it."""
+        return self._holder(task).get(task.batch) is task
 
     def deliver(self, task: Task) -> Any:
         """The batch of an answered task without an error, built where it lies, or on its way to the device."""
@@ -336,9 +400,13 @@ class Pump:
             self._spare_slot(task, layout)
             buffer = self.pool.lend(task.slot) if task.slot else task.buffer
             data = self._try_twice(task, lambda: decode(layout, buffer, 0, task.values))
-        del self.tasks[task.batch]
-        self.counts.batches += 1
-        self.counts.bytes += layout.nbytes
+        held, nbytes, counts = self._holder(task), layout.nbytes, self.counts
+        # From here to the return nothing is called: an exception from a signal handler would be taken for the batch's
+        # own, and the batch would be lost.
+        del held[task.batch]
+        if not task.lane:
+            counts.batches += 1
+        counts.bytes += nbytes
         return data
 
     def _spare_slot(self, task: Task, layout: Layout) -> None:
@@ -362,7 +430,7 @@ class Pump:
             try:
                 step()
             except Exception:
-                del self.tasks[task.batch]
+                del self._holder(task)[task.batch]
             raise
 
     # -- to the device -----------------------------------------------------------------------------------------
@@ -396,7 +464,7 @@ class Pump:
         try:
             return self._try_twice(task, lambda: transfer.arrive(flight))
         finally:
-            if task.batch not in self.tasks:  # given up
+            if not self.holds(task):  # given up
                 transfer.drop(flight)
 
     def _take_off(self, task: Task, layout: Layout, transfer: Transfer) -> None:
@@ -422,13 +490,42 @@ class Pump:
 
     def fail(self, task: Task) -> BaseException:
         """The error of an answered task, as torch would raise it, with a note that says which batch it was."""
-        del self.tasks[task.batch]
+        del self._holder(task)[task.batch]
         # Neither the task nor a traceback of ours goes on referring to it, or they would keep each other alive.
         error, task.error = task.error, None
         assert error is not None
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"shmloader: this was {task.name()}")
         return error
+
+    # -- late targets ------------------------------------------------------------------------------------------
+
+    def expect(self, batch: int, reader: Any) -> None:
+        """The inputs were handed over: from now on the targets of ``batch`` are for ``reader``, as long as it lives."""
+        unread, key = self._unread, (self.epoch, batch)
+        self.targets[batch].reader = weakref.ref(reader, lambda _: unread.append(key))
+
+    def abandon_targets(self, batch: int) -> None:
+        """Nobody will ask for the targets of ``batch``; the worker still makes them, unless it waits for space."""
+        task = self.targets.pop(batch, None)
+        if task is not None:
+            if task.number in self.needy:
+                del self.needy[task.number]
+                self._drop(task)
+            if task.layout is not None:
+                self._discard(task)
+
+    def handed_over(self) -> Iterator[Task]:
+        """Targets whose inputs were handed over, in the order of their batches. A reader may have gone meanwhile."""
+        return (task for task in self.targets.values() if task.reader is not None)
+
+    def _forget_unread(self) -> None:
+        while self._unread:
+            epoch, batch = self._unread.popleft()
+            if epoch == self.epoch:
+                self.abandon_targets(batch)
+
+    # -- room --------------------------------------------------------------------------------------------------
 
     def _copy_out(self, task: Task, layout: Layout, reason: str, event: SlotEvent = SlotEvent.COPY_OUT) -> None:
         assert task.slot is not None
@@ -446,10 +543,11 @@ class Pump:
         """
         for task in self.needy.values():
             self._drop(task)
-        for task in self.tasks.values():
+        for task in self._undelivered():
             if task.layout is not None:
                 self._discard(task)
         self.tasks.clear()
+        self.targets.clear()
         self.needy.clear()
         self.reclaim()
         self.pool.ledger.settle()
@@ -458,6 +556,8 @@ class Pump:
 
     def reclaim(self) -> None:
         """Take back the slots that nothing reads any more."""
+        if self._unread:
+            self._forget_unread()
         if self._transfer is not None:
             self._transfer.reclaim()
         self.pool.reclaim()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate, default_convert
 
 Collate = Callable[[list[Any]], Any]
 
@@ -116,6 +116,23 @@ def collate_of(dataset: Any, *, batching: bool = True) -> SideCollate | None:
             "or leave collate= out"
         )
     return found
+
+
+def half_collates(collate_fn: Any) -> tuple[Collate, ...]:
+    """A collate function for each half of pairs, out of the loader's one for whole pairs.
+
+    Raises:
+        TypeError: it has no parts.
+    """
+    if type(collate_fn) is SideCollate and not collate_fn.by_name:
+        return collate_fn.functions
+    if collate_fn is default_collate or collate_fn is default_convert:
+        return collate_fn, collate_fn
+    name = getattr(collate_fn, "__qualname__", type(collate_fn).__name__)
+    raise TypeError(
+        f"late_targets needs a collate function for each half, but {name} sees whole pairs; give the PairedDataset "
+        "collate=(of_inputs, of_targets) instead, or leave late_targets out"
+    )
 
 
 def _collate_of(dataset: Any, known: dict[int, SideCollate | None]) -> SideCollate | None:

@@ -32,9 +32,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 SHARED_ROOMS = {
     "pump": "iterator",
-    **dict.fromkeys(("inprocess", "endings", "turns"), "iterator"),
+    **dict.fromkeys(("inprocess", "endings", "turns", "late", "bell"), "iterator"),
     **dict.fromkeys(("counts", "verdict"), "stats"),
-    **dict.fromkeys(("loader", "paired", "patching", "sidecollate", "sides"), "front"),  # what a user imports
+    **dict.fromkeys(
+        ("asynchronous", "loader", "paired", "patching", "sidecollate", "sides"), "front"
+    ),  # what a user imports
 }
 FOR_PEOPLES_EYES = {"argparse", "typer", "rich", "PIL", "skimage", "matplotlib"}
 

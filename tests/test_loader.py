@@ -17,14 +17,14 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 import shmloader
-from shmloader import BatchTooLargeError, DataLoader
+from shmloader import BatchTooLargeError, DataLoader, PairedDataset
 from shmloader.tuning.auto import AutoWorkers
 from tests.datasets import Batchwise, Items, Made, Rows, Shards, as_is, draws, worker_id, worker_pid
 
 Stock = torch.utils.data.DataLoader
 T = TypeVar("T")
 each_kind = pytest.mark.parametrize("kind", [Stock, DataLoader], ids=["torch", "shmloader"])
-EXTRAS = {"memory_limit", "slots", "seeding", "max_workers", "copy", "device"}
+EXTRAS = {"memory_limit", "slots", "seeding", "max_workers", "copy", "device", "late_targets"}
 
 
 def outcome(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
@@ -128,9 +128,11 @@ def test_the_signature_is_torchs_and_then_ours() -> None:
 
 def test_what_is_stored_in_public_is_torchs_and_the_extra_keywords_raw() -> None:
     extras = {"memory_limit": "64MiB", "slots": 3, "seeding": "batch", "max_workers": 2, "copy": True, "device": "cpu"}
+    extras |= {"late_targets": True}
+    pairs = PairedDataset(Rows(8), Rows(8))
     mine, its = (
         {key: value for key, value in vars(loader).items() if not key.startswith("_")}
-        for loader in (DataLoader(Rows(8), **extras), Stock(Rows(8)))
+        for loader in (DataLoader(pairs, **extras), Stock(pairs))
     )
     assert set(mine) - set(its) == EXTRAS == set(extras)
     assert set(its) <= set(mine)

@@ -178,12 +178,13 @@ class Pool:
             self._release(slot)
         return bool(freed)
 
-    def acquire(self, nbytes: int) -> Slot | None:
+    def acquire(self, nbytes: int, lane: int = 0) -> Slot | None:
         """A slot, as of :meth:`Ledger.acquire`; rather than one more, one that a device is about to be through with."""
         waiting = len(self._guard) if self._guard is not None else 0
-        if waiting and not self.ledger.has_free and (waiting >= MOST_QUARANTINED or not self.ledger.has_room(nbytes)):
+        short = waiting and not self.ledger.has_free(lane)
+        if short and (waiting >= MOST_QUARANTINED or not self.ledger.has_room(nbytes, lane)):
             self.wait_for_device()
-        return self.ledger.acquire(nbytes)
+        return self.ledger.acquire(nbytes, lane)
 
     # -- devices -----------------------------------------------------------------------------------------------
 

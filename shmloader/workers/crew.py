@@ -217,6 +217,16 @@ class Crew:
             ready = self._poller.poll(0)
         return ready
 
+    def descriptors(self) -> list[tuple[int, int]]:
+        """What to poll, and for which events, to know when :meth:`wait` would return."""
+        found = []
+        for worker in self._alive():
+            found.append((worker.pidfd, select.POLLIN))
+            if worker.channel.fileno() >= 0:
+                room = select.POLLOUT if worker.channel.backlog else 0
+                found.append((worker.channel.fileno(), select.POLLIN | room))
+        return found
+
     def _enlist(self, worker: Worker) -> None:
         self._by_fd[worker.pidfd] = worker
         self._poller.register(worker.pidfd, select.POLLIN)
@@ -318,6 +328,20 @@ class Crew:
                 self._all_end(None)
         _at_work.discard(self)
 
+    def dismiss_all(self) -> None:
+        """Tell the workers to end, without waiting for it; :meth:`stop` sees to it that they do."""
+        for worker in self._alive():
+            self.dismiss(worker)
+
+    def unended(self) -> list[int]:
+        """Descriptors that will be readable when processes that still run have ended."""
+        poller = select.poll()
+        fds = [worker.pidfd for worker in self._alive()]
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        ended = {fd for fd, _ in poller.poll(0)}
+        return [fd for fd in fds if fd not in ended]
+
     def pids(self) -> list[int]:
         """Process ids of the workers that are not known to have ended."""
         return [pid for worker in tuple(self.workers) if worker.channel.fileno() >= 0 and (pid := worker.process.pid)]
@@ -410,6 +434,6 @@ def _preload(job: Job) -> None:
 
 
 def _modules(job: Job) -> Iterable[str]:
-    parts = (type(job.dataset), job.collate_fn, job.worker_init_fn)
+    parts = (type(job.dataset), *job.collate_fns, job.worker_init_fn)
     names = dict.fromkeys(getattr(part, "__module__", None) for part in parts if part is not None)
     return [name for name in names if name and name != "__main__"]

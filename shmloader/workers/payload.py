@@ -25,7 +25,8 @@ class Job:
     dataset_kind: int
     dataset: Any
     auto_collation: bool
-    collate_fn: Callable[[Any], Any]
+    #: One for whole batches; two, for inputs and for targets, where targets may come late.
+    collate_fns: tuple[Callable[[Any], Any], ...]
     drop_last: bool
     worker_init_fn: Callable[[int], None] | None
     base_seed: int

@@ -19,6 +19,8 @@ Who sends what to whom. One channel per worker, ordered; every message names its
                                                         <--  Hello                  once, after worker_init_fn
                                                         <--  Dying(why)             an exception ends the process
 
+Where targets may come late, each half of a batch is a Fill of its own, under the number that :func:`number_of` gives.
+
 This module imports nothing of shmloader, because the ledger (memory) and the crew (workers) both apply its tables.
 """
 
@@ -180,6 +182,15 @@ NO_TIME = (0.0, 0.0, 0.0)
 NO_LAYOUT = 0xFFFF
 #: One packet may hold about 200 KiB (net.core.wmem_default); kept far below it, so that several fit in the buffer.
 INLINE_BYTES = 16 * 1024
+
+
+#: The halves of a batch whose targets may come late.
+HALVES = 2
+
+
+def number_of(batch: int, half: int) -> int:
+    """What a half of a batch is called in messages: inputs are half 0, targets half 1."""
+    return HALVES * batch + half
 
 
 class Message(NamedTuple):

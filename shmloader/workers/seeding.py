@@ -2,7 +2,8 @@
 
 Under ``seeding="worker"`` a worker is seeded once, with ``base_seed + worker_id``, as in torch: augmentations are
 bit-identical to its loader's. Under ``seeding="batch"`` torch's CPU generator, ``random`` and numpy's legacy generator
-are seeded from (base seed, epoch, batch index) before every fetch, so that data depend neither on the number of workers
+are seeded from (base seed, epoch, batch index), and each half of a batch with late targets from that and which half it
+is, before every fetch, so that data depend neither on the number of workers
 nor on which of them makes a batch.
 """
 
@@ -34,9 +35,10 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
     return seed
 
 
-def batch_seed(base_seed: int, epoch: int, batch: int) -> int:
-    """64 bits for one batch, by two rounds of splitmix64's mixing (Steele, Lea, Flood 2014)."""
-    return _mix(_mix(base_seed + _STEP * (epoch + 1)) + _STEP * (batch + 1))
+def batch_seed(base_seed: int, epoch: int, batch: int, half: int | None = None) -> int:
+    """64 bits for one batch, or for a half of it, by rounds of splitmix64's mixing (Steele, Lea, Flood 2014)."""
+    seed = _mix(_mix(base_seed + _STEP * (epoch + 1)) + _STEP * (batch + 1))
+    return seed if half is None else _mix(seed + _STEP * (half + 2))
 
 
 def _mix(z: int) -> int:
@@ -46,9 +48,9 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def seed_batch(base_seed: int, epoch: int, batch: int) -> None:
-    """Seed torch's CPU generator, ``random`` and numpy's legacy generator for one batch."""
-    seed = batch_seed(base_seed, epoch, batch)
+def seed_batch(base_seed: int, epoch: int, batch: int, half: int | None = None) -> None:
+    """Seed torch's CPU generator, ``random`` and numpy's legacy generator for one batch, or for a half of it."""
+    seed = batch_seed(base_seed, epoch, batch, half)
     # Not torch.manual_seed: it also goes through every accelerator and takes a hundred times as long.
     torch.default_generator.manual_seed(seed & (_MASK64 >> 1))
     random.seed(seed)

@@ -29,9 +29,10 @@ from shmloader.memory.segment import Segment, address_of
 from shmloader.workers import seeding
 from shmloader.workers.channel import Channel, close_inherited
 from shmloader.workers.failure import pack_failure
+from shmloader.workers.halves import fetched_by
 from shmloader.workers.inbox import Inbox, Orphaned, Stopped
 from shmloader.workers.payload import FdParcel, Job, Payload, Unopened
-from shmloader.workers.protocol import INLINE_BYTES, NO_LAYOUT, Flag, Message, Tag
+from shmloader.workers.protocol import HALVES, INLINE_BYTES, NO_LAYOUT, Flag, Message, Tag
 
 _PR_SET_PDEATHSIG = 1
 #: Characters of the exception that ends a worker.
@@ -153,7 +154,8 @@ class _Bench:
         self._segment = segment
         self._interner = Interner()
         self._where = f"in DataLoader worker process {worker_id}"
-        self._fetcher: Any = None
+        #: One for whole batches, or one for each half.
+        self._fetchers: list[Any] = []
         self._set_up_error: ExceptionWrapper | None = None
         self._ended = False
         self._iterable = False
@@ -180,14 +182,16 @@ class _Bench:
         self._seed_batches = job.seed_batches
         if job.worker_init_fn is not None:
             job.worker_init_fn(self._id)
-        self._make_fetcher()
+        self._make_fetchers()
 
-    def _make_fetcher(self) -> None:
+    def _make_fetchers(self) -> None:
         job = self._job
-        collate_fn = self._arena.collating(job.collate_fn)
-        self._fetcher = _DatasetKind.create_fetcher(
-            job.dataset_kind, job.dataset, job.auto_collation, collate_fn, job.drop_last
-        )
+        self._fetchers = [
+            _DatasetKind.create_fetcher(
+                job.dataset_kind, dataset, job.auto_collation, self._arena.collating(collate_fn), job.drop_last
+            )
+            for dataset, collate_fn in fetched_by(job.dataset, job.collate_fns)
+        ]
 
     # -- answering ---------------------------------------------------------------------------------------------
 
@@ -204,11 +208,11 @@ class _Bench:
 
     def _resume(self) -> None:
         self._ended = False
-        if self._fetcher is None:
+        if not self._fetchers:
             return
         self._set_up_error = None  # of an earlier epoch's beginning
         try:
-            self._make_fetcher()
+            self._make_fetchers()
         except Exception:
             self._set_up_error = ExceptionWrapper(where=self._where)
 
@@ -255,11 +259,14 @@ class _Bench:
         return None
 
     def _fetch(self, message: Message) -> Any:
+        batch, half = message.batch, None
+        if len(self._fetchers) == HALVES:
+            batch, half = divmod(batch, HALVES)
         if self._seed_batches:
-            seeding.seed_batch(self._job.base_seed, message.epoch, message.batch)
+            seeding.seed_batch(self._job.base_seed, message.epoch, batch, half)
         indices = codec.unpack(message.body)
         try:
-            return self._fetcher.fetch(indices)
+            return self._fetchers[half or 0].fetch(indices)
         except StopIteration as error:
             if self._iterable:
                 raise

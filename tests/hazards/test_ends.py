@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from shmloader import DataLoader
+from shmloader import DataLoader, endings
 from tests.faulty import Numbers, SoundSleeper
 from tests.loaders import COUNT, loader, numbers, pids, pool_of
 from tests.programs import (
@@ -259,3 +259,33 @@ def test_an_endless_stream_can_be_left(persistent: bool) -> None:
         assert [int(next(iterator)[0, 0]) for _ in range(10)] == list(range(10))
     del iterator
     source.close()
+
+
+def test_a_pump_that_never_left_keeps_no_finalizer_from_its_work() -> None:
+    def interrupted() -> bool:
+        return endings.enter()  # and, by an exception from nowhere, never leave()
+
+    class Ends:
+        ended = False
+
+        def _shutdown_workers(self) -> None:
+            self.ended = True
+
+        def _disown(self) -> None: ...
+
+        def _elsewhere(self) -> bool:
+            return False
+
+    assert interrupted()
+    assert not endings.pumping()
+    end = Ends()
+    endings.finalize(end)
+    assert end.ended
+    outermost = endings.enter()
+    assert outermost
+    assert endings.pumping()
+    later = Ends()
+    endings.finalize(later)
+    assert not later.ended
+    endings.leave(outermost)
+    assert later.ended

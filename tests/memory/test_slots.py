@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shmloader.errors import PoolMemoryError, ProtocolError
 from shmloader.memory.budget import PAGE_BYTES, size_class
-from shmloader.memory.slots import OUTLIER_SPACING, Ledger, Slot
+from shmloader.memory.slots import LANES, OUTLIER_SPACING, Ledger, Slot
 from shmloader.workers.protocol import SLOT_TABLE, SlotEvent, SlotState
 
 E, S = SlotEvent, SlotState
@@ -81,6 +81,9 @@ def put(ledger: Ledger, slot: Slot, state: SlotState) -> Slot:
     return slot
 
 
+LANE = st.integers(0, LANES - 1)
+
+
 class LedgerLife(RuleBasedStateMachine):
     """Whatever happens to slots, in any order."""
 
@@ -118,19 +121,23 @@ class LedgerLife(RuleBasedStateMachine):
 
     # -- sizes, limits, memory ---------------------------------------------------------------------------------
 
-    @rule(nbytes=SIZES)
-    def learn(self, nbytes: int) -> None:
-        typical = self.ledger.typical_bytes
+    @rule(nbytes=SIZES, lane=LANE)
+    def learn(self, nbytes: int, lane: int) -> None:
+        others = [self.ledger.typical_bytes(other) for other in range(LANES) if other != lane]
+        typical = self.ledger.typical_bytes(lane)
+        outlier = self.ledger.learn(nbytes, lane)
+        now = self.ledger.typical_bytes(lane)
         if self.ledger.fits(nbytes):
-            assert self.ledger.learn(nbytes) is (0 < typical < nbytes and self.ledger.typical_bytes == typical)
+            assert outlier is (0 < typical < nbytes and now == typical)
         else:
-            assert self.ledger.learn(nbytes)
-            assert self.ledger.typical_bytes == typical
-        assert self.ledger.typical_bytes >= typical
+            assert outlier
+            assert now == typical
+        assert now >= typical
+        assert others == [self.ledger.typical_bytes(other) for other in range(LANES) if other != lane]
 
-    @rule(nbytes=SIZES)
-    def note_filled(self, nbytes: int) -> None:
-        self.ledger.note_filled(nbytes)
+    @rule(nbytes=SIZES, lane=LANE)
+    def note_filled(self, nbytes: int, lane: int) -> None:
+        self.ledger.note_filled(nbytes, lane)
 
     @rule()
     def settle(self) -> None:
@@ -152,10 +159,10 @@ class LedgerLife(RuleBasedStateMachine):
 
     # -- a slot's way ------------------------------------------------------------------------------------------
 
-    @rule(nbytes=st.one_of(st.just(0), SIZES))
-    def acquire(self, nbytes: int) -> None:
+    @rule(nbytes=st.one_of(st.just(0), SIZES), lane=LANE)
+    def acquire(self, nbytes: int, lane: int) -> None:
         try:
-            slot = self.ledger.acquire(nbytes)
+            slot = self.ledger.acquire(nbytes, lane)
         except PoolMemoryError:
             assert not self.pages.left
             assert not list(self.ledger)
@@ -164,18 +171,20 @@ class LedgerLife(RuleBasedStateMachine):
             return
         assert slot not in self.expected
         assert slot.state is S.FILLING
+        assert slot.lane == lane
         assert slot.capacity >= nbytes
         assert not slot.exposed_to
         self.expected[slot], self.readers[slot] = S.FILLING, set()
         if self.ledger._most_slots is not None:
             sidelined = (S.EXPOSED, S.KEPT, S.RETIRED)
-            assert len(list(self.ledger)) - self.ledger.count(*sidelined) <= self.ledger._most_slots
+            circulating = [slot for slot in self.ledger if slot.lane == lane and slot.state not in sidelined]
+            assert len(circulating) <= self.ledger._most_slots
 
-    @rule(states=st.lists(st.sampled_from([S.READY, S.LEASED, S.LEASED, S.KEPT, S.QUARANTINED]), max_size=6))
-    def fill_several(self, states: list[SlotState]) -> None:
+    @rule(states=st.lists(st.sampled_from([S.READY, S.LEASED, S.LEASED, S.KEPT, S.QUARANTINED]), max_size=6), lane=LANE)
+    def fill_several(self, states: list[SlotState], lane: int) -> None:
         before = set(self.expected)
         for state in states:
-            self.acquire(0)
+            self.acquire(0, lane)
             for slot in set(self.expected) - before:
                 for event in WAYS[state]:
                     self.step(slot, event)
@@ -273,8 +282,8 @@ class LedgerLife(RuleBasedStateMachine):
 
     @invariant()
     def free_slots_have_the_usual_size(self) -> None:
-        usual = self.ledger.typical_bytes
-        assert all(slot.capacity == usual for slot in self.ledger if slot.state is S.FREE)
+        free = [slot for slot in self.ledger if slot.state is S.FREE]
+        assert all(slot.capacity == self.ledger.typical_bytes(slot.lane) for slot in free)
 
     @invariant()
     def ranges_and_gaps_cover_what_was_ever_used(self) -> None:
@@ -444,7 +453,7 @@ def test_one_outlier_gets_a_range_of_its_own_and_does_not_grow_the_pool() -> Non
     usual = acquired(ledger)
     assert ledger.learn(9 * PAGE_BYTES) is True
     outlier = acquired(ledger, 9 * PAGE_BYTES)
-    assert ledger.typical_bytes == PAGE_BYTES
+    assert ledger.typical_bytes() == PAGE_BYTES
     for slot in (usual, outlier):
         ledger.apply(slot, E.FAILED)
     assert outlier.state is S.DISSOLVED
@@ -458,7 +467,7 @@ def test_rare_outliers_stay_outliers() -> None:
         assert ledger.learn(9 * PAGE_BYTES) is True
         for _ in range(OUTLIER_SPACING):
             ledger.note_filled(PAGE_BYTES)
-    assert ledger.typical_bytes == PAGE_BYTES
+    assert ledger.typical_bytes() == PAGE_BYTES
 
 
 def test_two_outliers_close_together_grow_the_slots_and_free_ones_are_carved_anew() -> None:
@@ -469,7 +478,7 @@ def test_two_outliers_close_together_grow_the_slots_and_free_ones_are_carved_ane
     put(ledger, free, S.FREE)
     assert ledger.learn(3 * PAGE_BYTES) is True
     assert ledger.learn(2 * PAGE_BYTES) is False
-    assert ledger.typical_bytes == 3 * PAGE_BYTES
+    assert ledger.typical_bytes() == 3 * PAGE_BYTES
     assert free.state is S.DISSOLVED
     assert leased.state is S.LEASED
     assert acquired(ledger).capacity == 3 * PAGE_BYTES
@@ -486,7 +495,7 @@ def test_a_batch_that_could_never_have_a_slot_changes_nothing_about_the_others()
         assert ledger.acquire(9 * PAGE_BYTES) is None
         ledger.note_filled(9 * PAGE_BYTES)
     ledger.settle()
-    assert ledger.typical_bytes == PAGE_BYTES
+    assert ledger.typical_bytes() == PAGE_BYTES
     assert acquired(ledger) is slot
 
 
@@ -509,13 +518,13 @@ def test_settling_shrinks_the_slots_when_batches_have_become_half_as_large() -> 
     ledger.note_filled(8 * PAGE_BYTES)
     put(ledger, acquired(ledger), S.FREE)
     ledger.settle()
-    assert ledger.typical_bytes == 8 * PAGE_BYTES
+    assert ledger.typical_bytes() == 8 * PAGE_BYTES
     ledger.note_filled(5 * PAGE_BYTES)
     ledger.settle()
-    assert ledger.typical_bytes == 8 * PAGE_BYTES
+    assert ledger.typical_bytes() == 8 * PAGE_BYTES
     ledger.note_filled(4 * PAGE_BYTES)
     ledger.settle()
-    assert ledger.typical_bytes == 4 * PAGE_BYTES
+    assert ledger.typical_bytes() == 4 * PAGE_BYTES
     assert acquired(ledger).capacity == 4 * PAGE_BYTES
 
 
@@ -524,7 +533,7 @@ def test_settling_after_an_epoch_without_batches_changes_no_size() -> None:
     ledger.learn(8 * PAGE_BYTES)
     ledger.settle()
     ledger.settle()
-    assert ledger.typical_bytes == 8 * PAGE_BYTES
+    assert ledger.typical_bytes() == 8 * PAGE_BYTES
 
 
 def test_settling_leaves_leased_slots_alone() -> None:
@@ -575,3 +584,46 @@ def test_a_reservation_that_any_exception_cuts_short_leaves_its_range_to_others(
         ledger.acquire()
     ledger._reserve = reserve
     assert [acquired(ledger).offset for _ in range(2)] == [0, PAGE_BYTES]
+
+
+def test_lanes_keep_sizes_of_their_own() -> None:
+    ledger = ledger_of()
+    ledger.learn(8 * PAGE_BYTES)
+    ledger.learn(PAGE_BYTES, 1)
+    slots = ledger.acquire(), ledger.acquire(lane=1)
+    assert [slot and (slot.lane, slot.capacity) for slot in slots] == [(0, 8 * PAGE_BYTES), (1, PAGE_BYTES)]
+
+
+def test_a_lane_that_is_waited_for_gets_the_room_of_anothers_free_slots() -> None:
+    ledger = ledger_of(4 * PAGE_BYTES)
+    ledger.learn(PAGE_BYTES)
+    for slot in [acquired(ledger) for _ in range(4)]:
+        ledger.apply(slot, E.FAILED)
+    ledger.learn(2 * PAGE_BYTES, 1)
+    assert ledger.acquire(0, 1) is None  # looking ahead takes nothing from anybody
+    slot = ledger.acquire(2 * PAGE_BYTES, 1)
+    assert slot is not None
+    assert slot.lane == 1
+
+
+def test_most_slots_count_each_lane_by_itself() -> None:
+    ledger = ledger_of(most_slots=1)
+    ledger.learn(PAGE_BYTES)
+    ledger.learn(PAGE_BYTES, 1)
+    assert ledger.acquire() is not None
+    assert ledger.acquire() is None
+    assert ledger.acquire(0, 1) is not None
+    assert ledger.acquire(PAGE_BYTES, 1) is None
+
+
+def test_a_lease_circulates_by_the_slots_of_its_own_lane() -> None:
+    ledger = ledger_of(2 * PAGE_BYTES)
+    ledger.learn(PAGE_BYTES)
+    ledger.learn(PAGE_BYTES, 1)
+    here = acquired(ledger)
+    there = ledger.acquire(0, 1)
+    assert there is not None
+    ledger.apply(there, E.FAILED)
+    assert ledger.has_free(1)
+    assert not ledger.has_free(0)
+    assert not ledger.circulates_without(here)

@@ -46,7 +46,7 @@ def job_of(dataset: Any, **changes: Any) -> Job:
         "dataset_kind": 0,
         "dataset": dataset,
         "auto_collation": True,
-        "collate_fn": len,
+        "collate_fns": (len,),
         "drop_last": False,
         "worker_init_fn": None,
         "base_seed": 2**62,

@@ -81,7 +81,7 @@ def job(dataset: Any, collate_fn: Callable[[Any], Any] = default_collate, **opti
     kind = _DatasetKind.Iterable if isinstance(dataset, IterableDataset) else _DatasetKind.Map
     defaults: dict[str, Any] = {"auto_collation": True, "drop_last": False, "worker_init_fn": None, "num_workers": 2}
     options = {**defaults, "base_seed": BASE_SEED, "seed_batches": False, **options}
-    return Job(dataset_kind=kind, dataset=dataset, collate_fn=collate_fn, **options)
+    return Job(dataset_kind=kind, dataset=dataset, collate_fns=(collate_fn,), **options)
 
 
 def fill(batch: int, indices: Any, at: tuple[int, int] = RANGE, epoch: int = 0) -> Message:
