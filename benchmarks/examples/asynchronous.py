@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Masks, Pictures, bright
+from photographs import SEED, SIDE, Masks, Pictures, bright
 from shmloader import DataLoader, PairedDataset
 
 PAIRS, BATCH_SIZE, WORKERS = 960, 16, 1
@@ -117,18 +117,18 @@ def forward_s(model: torch.nn.Module, pictures: Tensor) -> float:
 
 def compare_fork() -> None:
     """Plain and forked forward passes by turns."""
-    model, pictures = Trainer().model, torch.rand(BATCH_SIZE, 3, PATCH, PATCH)
+    model, pictures = Trainer().model, torch.rand(BATCH_SIZE, 3, SIDE, SIDE)
     plain_s, forks = zip(*((forward_s(model, pictures), fork(model, pictures)) for _ in range(FORKS)))
     fork_ms, wait_ms = 1000 * median(each.fork_s for each in forks), 1000 * median(each.wait_s for each in forks)
     print(f"torch.jit.fork: returned after {fork_ms:.2f} ms, torch.jit.wait after another {wait_ms:.2f} ms")
     print(f"  a plain forward pass: {1000 * median(plain_s):.2f} ms (medians of {FORKS})")
-    print(
-        f"  the forward pass was over when torch.jit.fork returned: {sum(each.over for each in forks)} of {FORKS} times"
-    )
+    over = sum(each.over for each in forks)
+    print(f"  the forward pass was over when torch.jit.fork returned: {over} of {FORKS} times")
 
 
 async def main() -> None:
-    warm_up((BATCH_SIZE, 3, PATCH, PATCH))
+    """Trains without and with the loader, and compares with `torch.jit.fork`."""
+    warm_up((BATCH_SIZE, 3, SIDE, SIDE))
     with make_loader() as loader:
         held = list(loader)
     without = await timed("from memory", from_memory(held))

@@ -28,6 +28,7 @@ def crop_both(picture: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    """Trains, and prints what it measured."""
     warm_up((BATCH_SIZE, 3, CROP, CROP))
     trainer = Trainer()
     loader = DataLoader(

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, StackDataset
 
 import shmloader
 from finder import Trainer, warm_up
-from photographs import PATCH, SEED, Masks, Pictures
+from photographs import SEED, SIDE, Masks, Pictures
 
-PAIRS, BATCH_SIZE, EPOCHS, WORKERS = 512, 16, 2, 2
+PAIRS, BATCH_SIZE, EPOCHS, WORKERS = 256, 16, 2, 2
 
 
 def train(make_loader: Callable[..., DataLoader[Any]]) -> list[float]:
@@ -47,7 +47,8 @@ def timed(what: str, make_loader: Callable[..., DataLoader[Any]]) -> list[float]
 
 
 def main() -> None:
-    warm_up((BATCH_SIZE, 3, PATCH, PATCH))
+    """Trains three times, and compares."""
+    warm_up((BATCH_SIZE, 3, SIDE, SIDE))
     torchs = timed("torch", DataLoader)
     swapped = timed("the one import", shmloader.DataLoader)
     with shmloader.patched_torch():

@@ -60,6 +60,7 @@ def make_loader(whole: Dataset[Tensor]) -> DataLoader[Tensor]:
 
 
 def main() -> None:
+    """Trains, and prints what it measured."""
     warm_up((BATCH_SIZE, 3, CROP, CROP))
     trainer = Trainer()
     input_loader, target_loader = make_loader(Pictures(PAIRS)), make_loader(Masks(PAIRS))
