@@ -2,7 +2,8 @@
 
 `async for` waits for batches without blocking the loop, and `asyncio.to_thread` runs the training step in a thread. A
 task that wants to run every millisecond shows what is left for others: by how much it comes late, while the same steps
-run on batches that lie in memory, and while they run on batches from the loader.
+run on batches that lie in memory, and while they run on batches from the loader. What differs is the loader's own work,
+and that of its worker process, which takes its share of the cores.
 
 `torch.jit.fork` looks as if it did this too. On an ordinary module it does not: it returns when the forward pass is
 over, as is measured beside. Needs the extra `demo`:
@@ -20,14 +21,13 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 import torch
-from finder import Trainer, warm_up
-from photographs import SEED, Masks, Pictures, bright
 from torch import Tensor
 
+from finder import Trainer, warm_up
+from photographs import SEED, SIDE, Masks, Pictures, bright
 from shmloader import DataLoader, PairedDataset
-from shmloader.cli.photographs import PATCH
 
-PAIRS, BATCH_SIZE, WORKERS = 1600, 16, 1
+PAIRS, BATCH_SIZE, WORKERS = 960, 16, 1
 TICK_S = 0.001
 FORKS = 15
 
@@ -117,18 +117,18 @@ def forward_s(model: torch.nn.Module, pictures: Tensor) -> float:
 
 def compare_fork() -> None:
     """Plain and forked forward passes by turns."""
-    model, pictures = Trainer().model, torch.rand(BATCH_SIZE, 3, PATCH, PATCH)
+    model, pictures = Trainer().model, torch.rand(BATCH_SIZE, 3, SIDE, SIDE)
     plain_s, forks = zip(*((forward_s(model, pictures), fork(model, pictures)) for _ in range(FORKS)))
     fork_ms, wait_ms = 1000 * median(each.fork_s for each in forks), 1000 * median(each.wait_s for each in forks)
     print(f"torch.jit.fork: returned after {fork_ms:.2f} ms, torch.jit.wait after another {wait_ms:.2f} ms")
     print(f"  a plain forward pass: {1000 * median(plain_s):.2f} ms (medians of {FORKS})")
-    print(
-        f"  the forward pass was over when torch.jit.fork returned: {sum(each.over for each in forks)} of {FORKS} times"
-    )
+    over = sum(each.over for each in forks)
+    print(f"  the forward pass was over when torch.jit.fork returned: {over} of {FORKS} times")
 
 
 async def main() -> None:
-    warm_up((BATCH_SIZE, 3, PATCH, PATCH))
+    """Trains without and with the loader, and compares with `torch.jit.fork`."""
+    warm_up((BATCH_SIZE, 3, SIDE, SIDE))
     with make_loader() as loader:
         held = list(loader)
     without = await timed("from memory", from_memory(held))
