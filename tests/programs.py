@@ -107,7 +107,7 @@ class Program:
     """A program in an interpreter of its own, running.
 
     Args:
-        source: its text; it can import shmloader and tests.
+        source: its text, which can import shmloader and tests; or the path of a script.
         before: command that the interpreter is started with, such as ``unshare``.
         nursery: where it is born, in a tenth of the time; None: in a fresh interpreter.
         timeout_s: it is killed after this, which fails the test.
@@ -115,7 +115,7 @@ class Program:
 
     def __init__(
         self,
-        source: str,
+        source: str | Path,
         *args: str,
         before: tuple[str, ...] = (),
         nursery: Nursery | None = None,
@@ -123,8 +123,9 @@ class Program:
     ) -> None:
         self._deadline = time.monotonic() + timeout_s
         self._folder = tempfile.TemporaryDirectory()
-        script = Path(self._folder.name) / "program.py"
-        script.write_text(textwrap.dedent(source))
+        script = source if isinstance(source, Path) else Path(self._folder.name) / "program.py"
+        if isinstance(source, str):
+            script.write_text(textwrap.dedent(source))
         self._err = open(Path(self._folder.name) / "err", "w+")  # noqa: SIM115 - closed in __exit__
         self._read_end, write_end = os.pipe()
         argv = [str(script), *args]
@@ -183,7 +184,7 @@ class Program:
         return piece
 
 
-def run(source: str, *args: str, timeout_s: float = 40.0, **how: Any) -> Outcome:
+def run(source: str | Path, *args: str, timeout_s: float = 40.0, **how: Any) -> Outcome:
     """Run a program to its end."""
     with Program(source, *args, timeout_s=timeout_s, **how) as program:
         return program.finish()

@@ -27,7 +27,16 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-TOP_LEVEL = {"pyproject.toml", "shmloader", "tests", "benchmarks", "README.md", "LICENSE", "CHANGELOG.md"}
+TOP_LEVEL = {
+    "pyproject.toml",
+    "shmloader",
+    "tests",
+    "benchmarks",
+    "README.md",
+    "README.zh.md",
+    "LICENSE",
+    "CHANGELOG.md",
+}
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "skimage": "scikit-image",

@@ -50,3 +50,9 @@ class Trainer:
     def step(self, pictures: Tensor, masks: Tensor) -> float:
         """One training step; the loss."""
         return self.learn(self.predict(pictures), masks)
+
+
+def warm_up(shape: tuple[int, ...]) -> None:
+    """One step of a network that is dropped again: what torch does once in a process is no example's to measure."""
+    pictures = torch.zeros(shape, dtype=torch.uint8)
+    Trainer().step(pictures, pictures[:, :1])

@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 
 import torch
-from finder import Trainer
-from photographs import SEED, Masks, Pictures, bright, crop, random_place
 from torch import Tensor
 
+from finder import Trainer, warm_up
+from photographs import CROP, SEED, Masks, Pictures, bright, crop, random_place
 from shmloader import DataLoader, PairedDataset
 
-PAIRS, BATCH_SIZE, EPOCHS = 1024, 16, 3
+PAIRS, BATCH_SIZE, EPOCHS = 640, 16, 3
 WORKERS = 2
 
 
@@ -28,6 +28,8 @@ def crop_both(picture: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    """Trains, and prints what it measured."""
+    warm_up((BATCH_SIZE, 3, CROP, CROP))
     trainer = Trainer()
     loader = DataLoader(
         PairedDataset(Pictures(PAIRS), Masks(PAIRS), joint_transform=crop_both),

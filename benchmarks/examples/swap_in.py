@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from finder import Trainer
-from photographs import SEED, Masks, Pictures
 from torch.utils.data import DataLoader, StackDataset
 
 import shmloader
+from finder import Trainer, warm_up
+from photographs import SEED, SIDE, Masks, Pictures
 
-PAIRS, BATCH_SIZE, EPOCHS, WORKERS = 768, 16, 2, 2
+PAIRS, BATCH_SIZE, EPOCHS, WORKERS = 256, 16, 2, 2
 
 
 def train(make_loader: Callable[..., DataLoader[Any]]) -> list[float]:
@@ -47,6 +47,8 @@ def timed(what: str, make_loader: Callable[..., DataLoader[Any]]) -> list[float]
 
 
 def main() -> None:
+    """Trains three times, and compares."""
+    warm_up((BATCH_SIZE, 3, SIDE, SIDE))
     torchs = timed("torch", DataLoader)
     swapped = timed("the one import", shmloader.DataLoader)
     with shmloader.patched_torch():

@@ -16,12 +16,13 @@ import random
 import time
 
 import torch
-from finder import Trainer
-from photographs import SEED, Masks, Pictures, bright, crop, random_place
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-PAIRS, BATCH_SIZE, EPOCHS = 1024, 16, 3
+from finder import Trainer, warm_up
+from photographs import CROP, SEED, Masks, Pictures, bright, crop, random_place
+
+PAIRS, BATCH_SIZE, EPOCHS = 640, 16, 3
 WORKERS = 2  # for each loader
 END = torch.empty(0)
 
@@ -59,6 +60,8 @@ def make_loader(whole: Dataset[Tensor]) -> DataLoader[Tensor]:
 
 
 def main() -> None:
+    """Trains, and prints what it measured."""
+    warm_up((BATCH_SIZE, 3, CROP, CROP))
     trainer = Trainer()
     input_loader, target_loader = make_loader(Pictures(PAIRS)), make_loader(Masks(PAIRS))
     batches, right, loss = 0, 0, 0.0
