@@ -1,7 +1,7 @@
 """Inputs and targets from two data sets: two of torch's DataLoaders kept in step by hand, and one of shmloader's.
 
-"two loaders" is the usual recipe: a DataLoader for the inputs and one for the targets, equally shuffled by generators of
-the same seed, with as many workers each as shmloader's only one has; after each step the next batch of targets is
+"two loaders" is the usual recipe: a DataLoader for the inputs and one for the targets, equally shuffled by generators
+of the same seed, with as many workers each as shmloader's only one has; after each step the next batch of targets is
 fetched, and their iterator is made anew at its end. "shmloader" is one loader over a PairedDataset, "late targets" the
 same with `late_targets=True`. The cases:
 
@@ -12,8 +12,10 @@ same with `late_targets=True`. The cases:
   one epoch of a persistent worker. Inputs take 2 ms, the step, a sleep, 20 ms, and so do the targets.
 
 First: from iter() until the inputs are there, with which the model could begin. PSS: what the loaders add to the memory
-of the process tree, at most, all bytes of each batch read; descriptors: what they add in the training process. Each
-contestant runs in a fresh process in each round, beginning with another one each time; the warm-up checks all pairs.
+of the process tree, at most, while all pages of each batch are read; what no process maps at the moment, as torch's
+batches on their way, is not in it. Shared: what they add to the shared memory of the whole machine, mapped or not.
+Descriptors: what they add in the training process. Each contestant of each round runs in a fresh process, each round
+begins with another one, and the warm-up checks all pairs.
 
     python benchmarks/pairs.py
     python benchmarks/pairs.py --only a,c1 --rounds 5 --workers 2 --json out.json
@@ -239,7 +241,7 @@ class OneLoader:
 Contestant = TwoLoaders | OneLoader
 
 
-def _given(targets: Tensor) -> Tensor:
+def _given(targets: Any) -> Any:
     return targets
 
 
@@ -269,7 +271,8 @@ class Measured:
     batches_per_s: float
     first_ms: float
     input_ms: float  # what a batch of inputs takes without a loader
-    peak_mib: float
+    peak_mib: float  # PSS of the process tree
+    shared_mib: float
     descriptors: float
     workers: float
 
@@ -287,12 +290,12 @@ def measure(who: str, name: str, workers: int, seconds: float) -> Measured:
     contestant = enter(who, case, sides[0], sides[1], case.workers or workers)
     try:
         steps = train(contestant, case.step_ms / 1000)
-        peak_bytes, added = warm_up(steps, case.warm_up)
+        added = warm_up(steps, case.warm_up)
         batch_s, first_s = speed(steps, seconds)
     finally:
         contestant.close()
     crew = sum(loader.num_workers for loader in contestant.loaders)
-    return Measured(1 / batch_s, 1000 * first_s, input_ms, peak_bytes / 2**20, added, crew)
+    return Measured(1 / batch_s, 1000 * first_s, input_ms, added[0] / 2**20, added[1] / 2**20, added[2], crew)
 
 
 def seconds_alone(side: Dataset[Tensor], batch_size: int, batches: int = 5) -> float:
@@ -316,18 +319,26 @@ def train(contestant: Contestant, step_s: float) -> Iterator[Step]:
             begun = None
 
 
-def warm_up(steps: Iterator[Step], count: int) -> tuple[int, int]:
-    """What is added in bytes and descriptors, at most. The second half of the steps is left alone, and so goes fast."""
-    bare_bytes, bare_descriptors = tree_bytes(), descriptors()
-    peak_bytes = most_descriptors = 0
+def warm_up(steps: Iterator[Step], count: int) -> tuple[int, ...]:
+    """What is added at most, as of `held`. The second half of the steps is left alone, and so goes fast."""
+    bare = most = held()
     for number in range(count):
         step = next(steps)
         check(step)
         if number <= count // 2:
             look_at((step.inputs, step.targets))
-            peak_bytes = max(peak_bytes, tree_bytes())
-            most_descriptors = max(most_descriptors, descriptors())
-    return peak_bytes - bare_bytes, most_descriptors - bare_descriptors
+            most = tuple(map(max, most, held()))
+    return tuple(there - before for there, before in zip(most, bare))
+
+
+def held() -> tuple[int, ...]:
+    """Bytes of this process tree, of the machine's shared memory, and descriptors of this process."""
+    return tree_bytes(), _shared_bytes(), descriptors()
+
+
+def _shared_bytes() -> int:
+    words = Path("/proc/meminfo").read_text().split()
+    return int(words[words.index("Shmem:") + 1]) * 1024
 
 
 def check(step: Step) -> None:
@@ -391,7 +402,7 @@ class Result:
     def ratio(self, figure: str, who: str) -> float:
         """A contestant's figure over the recipe's in the same round; the median of the rounds."""
         both = zip(self.rounds[who], self.rounds[RECIPE])
-        return statistics.median(getattr(mine, figure) / getattr(theirs, figure) for mine, theirs in both)
+        return float(statistics.median(getattr(mine, figure) / getattr(theirs, figure) for mine, theirs in both))
 
     def goals(self) -> list[Goal]:
         """What is asked for in this case."""
@@ -408,7 +419,10 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """All of it, with the medians and what is asked for."""
         medians = {who: asdict(self.median(who)) for who in self.rounds}
-        ratios = {who: {figure: self.ratio(figure, who) for figure in medians[who]} for who in self.rounds}
+        ratios = {
+            who: {figure: self.ratio(figure, who) for figure in ("batches_per_s", "first_ms", "peak_mib")}
+            for who in self.rounds
+        }
         goals = [asdict(goal) | {"met": goal.met} for goal in self.goals()]
         return asdict(self) | {"medians": medians, "ratios": ratios, "goals": goals}
 
@@ -433,8 +447,11 @@ def run_case(name: str, args: argparse.Namespace) -> Result:
 
 # -- out ---------------------------------------------------------------------------------------------------------------
 
-HEADER = ("case", "contestant", "workers", "batches/s", "x recipe", "step ms", "first ms", "PSS MiB", "descriptors")
-WIDTHS = (4, 12, 7, 10, 8, 8, 8, 8, 11)
+HEADER = (
+    *("case", "contestant", "workers", "batches/s", "x recipe", "step ms", "first ms"),
+    *("PSS MiB", "shared MiB", "descriptors"),
+)
+WIDTHS = (4, 12, 7, 10, 8, 8, 8, 8, 10, 11)
 
 
 def line(cells: Sequence[str]) -> str:
@@ -447,8 +464,8 @@ def row(result: Result, who: str) -> str:
     """A contestant of a result as a line of the table."""
     found = result.median(who)
     cells = [f"{found.workers:.0f}", f"{found.batches_per_s:,.1f}", f"{result.ratio('batches_per_s', who):.2f}"]
-    cells += [f"{found.step_ms:.2f}", f"{found.first_ms:.2f}", f"{found.peak_mib:.1f}", f"{found.descriptors:.0f}"]
-    return line([result.case, who, *cells])
+    cells += [f"{found.step_ms:.2f}", f"{found.first_ms:.2f}", f"{found.peak_mib:.1f}", f"{found.shared_mib:.1f}"]
+    return line([result.case, who, *cells, f"{found.descriptors:.0f}"])
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
