@@ -314,7 +314,8 @@ def train(contestant: Contestant, step_s: float) -> Iterator[Step]:
         begun: float | None = time.perf_counter()
         for inputs, targets in contestant:
             first_s = None if begun is None else time.perf_counter() - begun
-            time.sleep(step_s) if step_s else None
+            if step_s:
+                time.sleep(step_s)
             yield Step(inputs, targets(), first_s)
             begun = None
 
@@ -324,7 +325,7 @@ def warm_up(steps: Iterator[Step], count: int) -> tuple[int, ...]:
     bare = most = held()
     for number in range(count):
         step = next(steps)
-        check(step)
+        check(step.inputs, step.targets)
         if number <= count // 2:
             look_at((step.inputs, step.targets))
             most = tuple(map(max, most, held()))
@@ -341,13 +342,13 @@ def _shared_bytes() -> int:
     return int(words[words.index("Shmem:") + 1]) * 1024
 
 
-def check(step: Step) -> None:
+def check(inputs: Tensor, targets: Tensor) -> None:
     """See to it that inputs and targets belong together.
 
     Raises:
         ValueError: they do not.
     """
-    ours, theirs = (side.flatten(1)[:, 0].float() for side in (step.inputs, step.targets))
+    ours, theirs = (side.flatten(1)[:, 0].float() for side in (inputs, targets))
     if not torch.equal(ours, theirs):
         raise ValueError(f"these are no pairs: inputs {ours.tolist()}, targets {theirs.tolist()}")
 

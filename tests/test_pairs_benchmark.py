@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,20 +13,41 @@ from benchmarks import pairs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", pairs.CONTESTANTS)
-@pytest.mark.parametrize("name", ["c1", "c2"])
-def test_every_contestant_is_measured(who: str, name: str) -> None:
-    measured = pairs.measure(who, name, workers=1, seconds=0.1)
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [
+        ("a", pairs.RECIPE),
+        ("a", pairs.ONE),
+        ("a", pairs.LATE),
+        ("b", pairs.ONE),
+        ("c1", pairs.LATE),
+        ("c2", pairs.RECIPE),
+        ("c2", pairs.LATE),
+    ],
+)
+def test_every_figure_is_there(name: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = pairs.CASES[name]
+    short = dataclasses.replace(case, warm_up=3, batches=2 if case.lookahead else case.batches)  # more than one epoch
+    monkeypatch.setitem(pairs.CASES, name, short)
+    measured = pairs.measure(who, name, workers=1, seconds=0.02)
     assert measured.workers == (2 if who == pairs.RECIPE else 1)
-    assert measured.first_ms > 0
-    assert measured.batches_per_s > 0
+    assert min(measured.batches_per_s, measured.first_ms, measured.input_ms, measured.descriptors) > 0
+    assert measured.peak_mib > 0
 
 
-def test_a_wrong_pair_is_an_error() -> None:
-    right, wrong = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [3.0]])
-    pairs.check(SimpleNamespace(inputs=right, targets=right))  # type: ignore[arg-type]
+def test_what_is_no_pair_is_an_error() -> None:
+    pairs.check(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))
     with pytest.raises(ValueError, match="these are no pairs"):
-        pairs.check(SimpleNamespace(inputs=right, targets=wrong))  # type: ignore[arg-type]
+        pairs.check(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [3.0]]))
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c2"])
+def test_both_sides_tell_the_same_index(name: str) -> None:
+    case = pairs.CASES[name]
+    inputs, targets = case.inputs(70), case.targets(70)
+    pairs.check(inputs[69][None], targets[69][None])
+    with pytest.raises(ValueError, match="these are no pairs"):
+        pairs.check(inputs[69][None], targets[68][None])
 
 
 def test_figures_are_written(
