@@ -65,8 +65,9 @@ class Planes(Dataset[Tensor]):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.planes = torch.rand(DISTINCT, 3, 64, 64)
-        self.planes[:, 0, 0, 0] = torch.arange(DISTINCT)
+        planes = torch.rand(DISTINCT, 3, 64, 64)
+        planes[:, 0, 0, 0] = torch.arange(DISTINCT)
+        self.planes = list(planes)
 
     def __len__(self) -> int:
         return self.count
