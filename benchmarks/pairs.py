@@ -67,7 +67,7 @@ class Planes(Dataset[Tensor]):
         self.count = count
         planes = torch.rand(DISTINCT, 3, 64, 64)
         planes[:, 0, 0, 0] = torch.arange(DISTINCT)
-        self.planes = list(planes)
+        self.planes: list[Tensor] = list(planes)
 
     def __len__(self) -> int:
         return self.count
