@@ -1,21 +1,26 @@
-"""Inputs and targets from two data sets: two of torch's loaders kept in step by hand, against one of shmloader's.
+"""Inputs and targets from two data sets: two of torch's DataLoaders kept in step by hand, and one of shmloader's.
 
-The recipe is the usual one: a DataLoader for the inputs and one for the targets, each with as many workers as
-shmloader's only one, the same order by generators of the same seed, the next batch of targets fetched ahead, the
-iterator of targets made anew at its end. The cases:
+"two loaders" is the usual recipe: a DataLoader for the inputs and one for the targets, equally shuffled by generators
+of the same seed, with as many workers each as shmloader's only one has; after each step the next batch of targets is
+fetched, and their iterator is made anew at its end. "shmloader" is one loader over a PairedDataset, "late targets" the
+same with `late_targets=True`. The cases:
 
-- a: cheap pairs, so that the transport is what takes the time (batches of 1.6 MB of inputs and as much of targets);
-- b: a JPEG photograph as the input and a PNG mask as the target, decoded by Pillow;
-- c1: an epoch's start, with workers that are up; the targets take twenty times as long as the inputs (20 ms a batch).
-  "first" is the time from iter() until the first inputs are in hand, which is when a first prediction can begin;
-- c2: no lookahead, because the next indices depend on the prediction: a batch of indices is known only after the step.
-  A step of 20 ms, targets of 20 ms, inputs of 2 ms.
+- a: pairs that lie in memory, 1.6 MB of inputs and as much of targets a batch, so that transport is what takes time;
+- b: a JPEG photograph as the input and a PNG mask as the target, decoded by Pillow: the workers' own work is;
+- c1: the start of an epoch, with one worker (of each loader) that is up, and targets that take 20 times as long;
+- c2: indices that depend on the prediction. Every loader reads ahead of what it delivers, so one batch of indices is
+  one epoch of a persistent worker. Inputs take 2 ms, the step, a sleep, 20 ms, and so do the targets.
 
-Each contestant of a round runs in a process of its own, one after the other, in turn. Memory is the PSS of the process
-and its workers, at its peak over an epoch, less that of the bare process before its loaders were made.
+First: from iter() until the inputs are there, with which the model could begin. PSS: what the loaders add to the memory
+of the process tree, at most, while all pages of each batch are read; what no process maps at the moment, as torch's
+batches on their way, is not in it. Shared: what they add to the shared memory of the whole machine, mapped or not.
+Descriptors: what they add in the training process. Each contestant of each round runs in a fresh process, each round
+begins with another one, and the warm-up checks all pairs.
 
     python benchmarks/pairs.py
     python benchmarks/pairs.py --only a,c1 --rounds 5 --workers 2 --json out.json
+
+Linux only. Case b needs the extra `demo`.
 """
 
 from __future__ import annotations
@@ -35,316 +40,440 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import shmloader
 from shmloader.cli.facts import machine_facts
 from shmloader.cli.footprint import descriptors, tree_bytes
+from shmloader.cli.weigh import look_at
 
 RECIPE, ONE, LATE = "two loaders", "shmloader", "late targets"
 CONTESTANTS = (RECIPE, ONE, LATE)
 SEED = 0
-MIB = 1 << 20
-#: Milliseconds a batch, in the cases with sleeping data sets.
-INPUT_MS, TARGET_MS, STEP_MS = {"c1": 1.0, "c2": 2.0}, 20.0, 20.0
+DISTINCT = 64  # items of a side that lie in memory, or on disk; the other indices repeat them
+EDGE = 256  # pixels of a picture
+INPUT_MS, SLOW_TARGET_MS, BRIEF_INPUT_MS, TARGET_MS, STEP_MS = 10.0, 200.0, 2.0, 20.0, 20.0
+
+Targets = Callable[[], Tensor]
+
+# -- the data sets: the first number of an item tells its index --------------------------------------------------------
 
 
-class Planes(Dataset[torch.Tensor]):
-    """Item *i*: a plane full of *i*'s, which is copied out of memory."""
+class Planes(Dataset[Tensor]):
+    """Small images that lie in memory."""
 
-    def __init__(self, count: int, shape: tuple[int, ...]) -> None:
-        self.planes = torch.arange(count, dtype=torch.float32).view(-1, *[1] * len(shape)).expand(count, *shape)
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.planes = torch.rand(DISTINCT, 3, 64, 64)
+        self.planes[:, 0, 0, 0] = torch.arange(DISTINCT)
 
     def __len__(self) -> int:
-        return len(self.planes)
+        return self.count
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.planes[index].clone()
+    def __getitem__(self, index: int) -> Tensor:
+        return self.planes[index % DISTINCT]
 
 
-class Pictures(Dataset[torch.Tensor]):
-    """Item *i*: a picture that is decoded from memory. Its index stands in the first pixel, or near it."""
+class Pictures(Dataset[Tensor]):
+    """Pieces of photographs, decoded from JPEG."""
 
-    def __init__(self, count: int, kind: str) -> None:
-        from PIL import Image  # only here: the other cases need nothing but the package
-
+    def __init__(self, count: int) -> None:
         from shmloader.cli.photographs import TRAINING, photograph
 
-        self.count, self.files = count, []
-        for name in TRAINING[:4]:
-            image = Image.fromarray(photograph(name)).resize((160, 160))
-            if kind == "PNG":
-                image = image.convert("L").point(lambda value: 255 * (value > 120))
-            buffer = io.BytesIO()
-            image.save(buffer, kind)
-            self.files.append(buffer.getvalue())
+        self.count = count
+        self.files = [self.encoded(photograph(name)[:EDGE, :EDGE]) for name in TRAINING]
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         from PIL import Image
 
-        pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(self.files[index % len(self.files)]))))
-        marked = pixels.to(torch.float32)
-        marked.view(-1)[0] = index
-        return marked
+        with Image.open(io.BytesIO(self.files[index % len(self.files)])) as image:
+            item = self.decoded(np.array(image))
+        item.view(-1)[0] = index % DISTINCT
+        return item
+
+    def encoded(self, pixels: Any) -> bytes:
+        """The file of one item."""
+        return _file(pixels, "JPEG")
+
+    def decoded(self, pixels: Any) -> Tensor:
+        """(3, EDGE, EDGE) float32."""
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).float().div_(255)
 
 
-class Slow(Dataset[torch.Tensor]):
-    """Item *i*: a number, after a while."""
+class Masks(Pictures):
+    """What is bright in these pictures, decoded from PNG."""
 
-    def __init__(self, count: int, seconds: float) -> None:
-        self.count, self.seconds = count, seconds
+    def encoded(self, pixels: Any) -> bytes:
+        """The file of one item."""
+        return _file((pixels.mean(axis=2) > 120).astype(np.uint8), "PNG")
+
+    def decoded(self, pixels: Any) -> Tensor:
+        """(1, EDGE, EDGE) uint8."""
+        return torch.from_numpy(pixels)[None]
+
+
+def _file(pixels: Any, kind: str) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+class Slow(Dataset[Tensor]):
+    """Numbers, after a while."""
+
+    def __init__(self, count: int, milliseconds: float) -> None:
+        self.count, self.seconds = count, milliseconds / 1000
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         time.sleep(self.seconds)
-        return torch.tensor([float(index)])
+        return torch.tensor([float(index % DISTINCT)])
 
 
 @dataclass(frozen=True)
 class Case:
     """Two data sets, and how they are read."""
 
-    inputs: Callable[[], Dataset[torch.Tensor]]
-    targets: Callable[[], Dataset[torch.Tensor]]
+    inputs: Callable[[int], Dataset[Tensor]]
+    targets: Callable[[int], Dataset[Tensor]]
     batch_size: int
-    workers: int | None = None  # None: as the command line says
+    batches: int  # an epoch
+    warm_up: int  # batches before those that are timed
+    workers: int | None = None  # of a loader; None: as the command line says
     lookahead: bool = True
-    step_s: float = 0.0
-
-
-def _slow(case: str, batches: int) -> Case:
-    return Case(
-        lambda: Slow(batches, INPUT_MS[case] / 1e3),
-        lambda: Slow(batches, TARGET_MS / 1e3),
-        batch_size=1,
-        workers=1,
-        lookahead=case != "c2",
-        step_s=STEP_MS / 1e3 if case == "c2" else 0.0,
-    )
+    step_ms: float = 0.0
 
 
 CASES = {
-    "a": Case(lambda: Planes(4096, (3, 64, 64)), lambda: Planes(4096, (3, 64, 64)), 32),
-    "b": Case(lambda: Pictures(2048, "JPEG"), lambda: Pictures(2048, "PNG"), 16),
-    "c1": _slow("c1", 12),
-    "c2": _slow("c2", 4096),
-}
+    "a": Case(Planes, Planes, 32, batches=128, warm_up=48),
+    "b": Case(Pictures, Masks, 16, batches=32, warm_up=32),
+    "c1": Case(lambda n: Slow(n, INPUT_MS), lambda n: Slow(n, SLOW_TARGET_MS), 1, batches=4, warm_up=4, workers=1),
+    "c2": Case(
+        lambda n: Slow(n, BRIEF_INPUT_MS), lambda n: Slow(n, TARGET_MS), 1, batches=1 << 20, warm_up=8, workers=1,
+        lookahead=False, step_ms=STEP_MS,
+    ),
+}  # fmt: skip
+
+# -- the contestants ---------------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """Batches of indices that are known only after the step before: none is given ahead of what was asked for."""
+class OneByOne:
+    """A batch sampler whose passes have one batch each, the next one."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.known: list[int] = []
+    def __init__(self) -> None:
+        self.index = -1
 
     def __iter__(self) -> Iterator[list[int]]:
-        while self.known:
-            yield [self.known.pop()]
+        self.index += 1
+        yield [self.index]
+
+
+def batching(case: Case) -> dict[str, Any]:
+    """How a loader batches; the same order each time that this is called."""
+    if not case.lookahead:
+        return {"batch_sampler": OneByOne()}
+    return {"batch_size": case.batch_size, "shuffle": True, "generator": torch.Generator().manual_seed(SEED)}
 
 
 class TwoLoaders:
-    """The recipe."""
+    """The recipe. An epoch of it: inputs, and how to get at their targets."""
 
-    def __init__(self, case: Case, workers: int) -> None:
-        self._case, self._workers = case, workers
-        self._asked = [Asked(1), Asked(1)]
-        self._loaders = [self._loader(make(), place) for place, make in enumerate((case.inputs, case.targets))]
-        self.workers = 2 * workers
+    def __init__(self, case: Case, inputs: Dataset[Tensor], targets: Dataset[Tensor], workers: int) -> None:
+        crew: dict[str, Any] = {"num_workers": workers, "persistent_workers": True}
+        self._lookahead = case.lookahead
+        self.loaders = [DataLoader(side, **batching(case), **crew) for side in (inputs, targets)]
+        self._targets: Iterator[Tensor] = iter(())
+        self._ahead: Tensor | None = None
 
-    def _loader(self, dataset: Any, place: int) -> DataLoader[Any]:
-        options: dict[str, Any] = {"num_workers": self._workers, "persistent_workers": True}
-        if not self._case.lookahead:
-            return DataLoader(dataset, batch_sampler=self._asked[place], **options)
-        generator = torch.Generator().manual_seed(SEED)
-        sampler = RandomSampler(dataset, generator=generator)
-        return DataLoader(dataset, self._case.batch_size, sampler=sampler, drop_last=True, **options)
+    def __iter__(self) -> Iterator[tuple[Tensor, Targets]]:
+        inputs, targets = self.loaders
+        if not self._lookahead:
+            self._targets = iter(targets)  # before the inputs are waited for
+            for batch in inputs:
+                yield batch, partial(next, self._targets)
+            return
+        if self._ahead is None:
+            self._fetch_ahead()
+        for batch in inputs:
+            yield batch, partial(_given, self._ahead)
+            self._fetch_ahead()
 
-    def ask(self, index: int) -> None:
-        """Make one more batch of indices known."""
-        for asked in self._asked:
-            asked.known.append(index)
+    def _fetch_ahead(self) -> None:
+        self._ahead = next(self._targets, None)
+        if self._ahead is None:
+            self._targets = iter(self.loaders[1])
+            self._ahead = next(self._targets)
 
-    def __iter__(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
-        targets = iter(self._loaders[1])
-        for inputs in self._loaders[0]:
-            yield inputs, lambda: next(targets)
+    def close(self) -> None:
+        """End the workers."""
+        for loader in self.loaders:
+            if loader._iterator is not None:
+                loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+            loader._iterator = None
 
 
 class OneLoader:
-    """One loader over pairs, with or without late targets."""
+    """One loader over pairs. An epoch of it: inputs, and how to get at their targets."""
 
-    def __init__(self, case: Case, workers: int, late: bool) -> None:
-        pairs = shmloader.PairedDataset(case.inputs(), case.targets())
-        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "late_targets": late}
-        self._asked = Asked(1)
-        self.workers = workers
-        self.loader: shmloader.DataLoader[Any]
-        if case.lookahead:
-            sampler = RandomSampler(pairs, generator=torch.Generator().manual_seed(SEED))
-            self.loader = shmloader.DataLoader(pairs, case.batch_size, sampler=sampler, drop_last=True, **options)
-        else:
-            self.loader = shmloader.DataLoader(pairs, batch_sampler=self._asked, **options)
+    def __init__(self, case: Case, inputs: Dataset[Tensor], targets: Dataset[Tensor], workers: int, late: bool) -> None:
+        crew: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "late_targets": late}
+        pairs = shmloader.PairedDataset(inputs, targets)
+        self.loader: shmloader.DataLoader[Any] = shmloader.DataLoader(pairs, **batching(case), **crew)
+        self.loaders = [self.loader]
 
-    def ask(self, index: int) -> None:
-        """Make one more batch of indices known."""
-        self._asked.known.append(index)
-
-    def __iter__(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Targets]]:
         for batch in self.loader:
-            if isinstance(batch, shmloader.LateBatch):
-                yield batch.inputs, partial(getattr, batch, "targets")
-            else:
-                yield batch[0], partial(batch.__getitem__, 1)
+            yield batch[0], partial(batch.__getitem__, 1)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.loader.close()
 
 
-def contestant(who: str, case: Case, workers: int) -> TwoLoaders | OneLoader:
-    """What is measured."""
-    return TwoLoaders(case, workers) if who == RECIPE else OneLoader(case, workers, late=who == LATE)
+Contestant = TwoLoaders | OneLoader
+
+
+def _given(targets: Any) -> Any:
+    return targets
+
+
+def enter(who: str, case: Case, inputs: Dataset[Tensor], targets: Dataset[Tensor], workers: int) -> Contestant:
+    """The contestant of that name."""
+    if who == RECIPE:
+        return TwoLoaders(case, inputs, targets, workers)
+    return OneLoader(case, inputs, targets, workers, late=who == LATE)
+
+
+# -- one contestant ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pair of batches, learnt from."""
+
+    inputs: Tensor
+    targets: Tensor
+    first_s: float | None  # where an epoch begins: from there to the inputs
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One contestant in one round."""
+    """One contestant in one round, or the medians of several."""
 
     batches_per_s: float
     first_ms: float
-    step_ms: float
-    peak_mib: float
-    descriptors: int
-    workers: int
+    input_ms: float  # what a batch of inputs takes without a loader
+    peak_mib: float  # PSS of the process tree
+    shared_mib: float
+    descriptors: float
+    workers: float
+
+    @property
+    def step_ms(self) -> float:
+        """From one batch to the next."""
+        return 1000 / self.batches_per_s
 
 
 def measure(who: str, name: str, workers: int, seconds: float) -> Measured:
     """Run one contestant in this process."""
     case = CASES[name]
-    workers = case.workers or workers
-    bare_bytes, bare_descriptors = tree_bytes(), descriptors()
-    loaders = contestant(who, case, workers)
-    if not case.lookahead:
-        return _without_lookahead(loaders, case, seconds)
-    peak = _warm_up(loaders) - bare_bytes
-    added = descriptors() - bare_descriptors
-    firsts: list[float] = []
-    rates: list[float] = []
-    until = time.perf_counter() + seconds
-    while not rates or time.perf_counter() < until:
-        batches, start = 0, time.perf_counter()
-        for _inputs, targets in loaders:
-            if not batches:
-                firsts.append(time.perf_counter() - start)
-            targets()
-            batches += 1
-            if time.perf_counter() >= until and batches > 8:
-                break
-        rates.append(batches / (time.perf_counter() - start))
-        del targets
-    return Measured(
-        batches_per_s=statistics.median(rates),
-        first_ms=1e3 * statistics.median(firsts),
-        step_ms=1e3 / statistics.median(rates),
-        peak_mib=peak / MIB,
-        descriptors=added,
-        workers=loaders.workers,
-    )
+    sides = [make(case.batches * case.batch_size) for make in (case.inputs, case.targets)]
+    input_ms = 1000 * seconds_alone(sides[0], case.batch_size)
+    contestant = enter(who, case, sides[0], sides[1], case.workers or workers)
+    try:
+        steps = train(contestant, case.step_ms / 1000)
+        added = warm_up(steps, case.warm_up)
+        batch_s, first_s = speed(steps, seconds)
+    finally:
+        contestant.close()
+    crew = sum(loader.num_workers for loader in contestant.loaders)
+    return Measured(1 / batch_s, 1000 * first_s, input_ms, added[0] / 2**20, added[1] / 2**20, added[2], crew)
 
 
-def _warm_up(loaders: TwoLoaders | OneLoader) -> int:
-    """One epoch, or the beginning of one, whose pairs are checked; the most memory that there was meanwhile."""
-    peak = 0
-    for number, (inputs, targets) in enumerate(loaders):
-        check(inputs, targets())
-        if number % 8 == 0:
-            peak = max(peak, tree_bytes())
-        if number >= 40:
-            break
-    return peak
-
-
-def _without_lookahead(loaders: TwoLoaders | OneLoader, case: Case, seconds: float) -> Measured:
-    """One epoch of a single batch at a time: its indices are known when the one before it was learnt from."""
-    firsts: list[float] = []
-    steps: list[float] = []
-    until = time.perf_counter() + seconds
-    bare, index = descriptors(), 0
-    while not steps or time.perf_counter() < until:
+def seconds_alone(side: Dataset[Tensor], batch_size: int, batches: int = 5) -> float:
+    """What a batch of this side takes without a loader."""
+    times = []
+    for number in range(batches):
         start = time.perf_counter()
-        loaders.ask(index)
-        for inputs, targets in loaders:
-            firsts.append(time.perf_counter() - start)
-            time.sleep(case.step_s)  # the model, while the targets load
-            check(inputs, targets())
-        index += 1
-        steps.append(time.perf_counter() - start)
-    step_s = statistics.median(steps[1:] or steps)  # the first has the workers start
-    return Measured(
-        batches_per_s=1 / step_s,
-        first_ms=1e3 * statistics.median(firsts[1:] or firsts),
-        step_ms=1e3 * step_s,
-        peak_mib=0.0,
-        descriptors=descriptors() - bare,
-        workers=loaders.workers,
-    )
+        default_collate([side[number * batch_size + position] for position in range(batch_size)])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
-def check(inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """Whether these are pairs: the index stands in the first number of each half.
+def train(contestant: Contestant, step_s: float) -> Iterator[Step]:
+    """Epoch after epoch, without end. The targets are asked for after the prediction, which is a sleep."""
+    while True:
+        begun: float | None = time.perf_counter()
+        for inputs, targets in contestant:
+            first_s = None if begun is None else time.perf_counter() - begun
+            time.sleep(step_s) if step_s else None
+            yield Step(inputs, targets(), first_s)
+            begun = None
+
+
+def warm_up(steps: Iterator[Step], count: int) -> tuple[int, ...]:
+    """What is added at most, as of `held`. The second half of the steps is left alone, and so goes fast."""
+    bare = most = held()
+    for number in range(count):
+        step = next(steps)
+        check(step)
+        if number <= count // 2:
+            look_at((step.inputs, step.targets))
+            most = tuple(map(max, most, held()))
+    return tuple(there - before for there, before in zip(most, bare))
+
+
+def held() -> tuple[int, ...]:
+    """Bytes of this process tree, of the machine's shared memory, and descriptors of this process."""
+    return tree_bytes(), _shared_bytes(), descriptors()
+
+
+def _shared_bytes() -> int:
+    words = Path("/proc/meminfo").read_text().split()
+    return int(words[words.index("Shmem:") + 1]) * 1024
+
+
+def check(step: Step) -> None:
+    """See to it that inputs and targets belong together.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they do not.
     """
-    ours, theirs = (part.reshape(len(part), -1)[:, 0] for part in (inputs, targets))
+    ours, theirs = (side.flatten(1)[:, 0].float() for side in (step.inputs, step.targets))
     if not torch.equal(ours, theirs):
-        raise ValueError(f"wrong pairs: inputs {ours.tolist()} with targets {theirs.tolist()}")
+        raise ValueError(f"these are no pairs: inputs {ours.tolist()}, targets {theirs.tolist()}")
+
+
+def speed(steps: Iterator[Step], seconds: float) -> tuple[float, float]:
+    """Seconds per batch over about `seconds`, and from the beginning of an epoch to its first inputs (median)."""
+    firsts: list[float] = []
+    count, took_s, start = 0, 0.0, time.perf_counter()
+    while took_s < seconds or not firsts:
+        step = next(steps)
+        if step.first_s is not None:
+            firsts.append(step.first_s)
+        count += 1
+        took_s = time.perf_counter() - start
+    return took_s / count, statistics.median(firsts)
+
+
+# -- all rounds --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that is asked for."""
+
+    what: str
+    found: float
+    bound: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether it is reached."""
+        return self.found >= self.bound if self.at_least else self.found <= self.bound
+
+    def __str__(self) -> str:
+        asked = f"{'at least' if self.at_least else 'at most'} {self.bound:.4g}"
+        return f"{self.what}: {self.found:.3g}, asked for {asked}, {'met' if self.met else 'MISSED'}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rounds of one case."""
+
+    case: str
+    rounds: dict[str, list[Measured]]
+
+    def median(self, who: str) -> Measured:
+        """Figure by figure."""
+        columns = zip(*(asdict(each).values() for each in self.rounds[who]))
+        return Measured(*(statistics.median(column) for column in columns))
+
+    def ratio(self, figure: str, who: str) -> float:
+        """A contestant's figure over the recipe's in the same round; the median of the rounds."""
+        both = zip(self.rounds[who], self.rounds[RECIPE])
+        return float(statistics.median(getattr(mine, figure) / getattr(theirs, figure) for mine, theirs in both))
+
+    def goals(self) -> list[Goal]:
+        """What is asked for in this case."""
+        faster, late = self.ratio("batches_per_s", ONE), self.median(LATE)
+        if self.case == "a":
+            half = Goal("a: PSS over the recipe's", self.ratio("peak_mib", ONE), 0.5)
+            return [Goal("a: batches/s over the recipe's", faster, 8, at_least=True), half]
+        if self.case == "b":
+            return [Goal("b: batches/s over the recipe's", faster, 0.97, at_least=True)]
+        if self.case == "c1":
+            return [Goal("c1: first inputs, late targets, ms", late.first_ms, 1.2 * late.input_ms + 10)]
+        return [Goal("c2: a step, late targets, ms", late.step_ms, 1.2 * (BRIEF_INPUT_MS + STEP_MS))]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, with the medians and what is asked for."""
+        medians = {who: asdict(self.median(who)) for who in self.rounds}
+        ratios = {
+            who: {figure: self.ratio(figure, who) for figure in ("batches_per_s", "first_ms", "peak_mib")}
+            for who in self.rounds
+        }
+        goals = [asdict(goal) | {"met": goal.met} for goal in self.goals()]
+        return asdict(self) | {"medians": medians, "ratios": ratios, "goals": goals}
 
 
 def measure_apart(who: str, name: str, workers: int, seconds: float) -> Measured:
-    """:func:`measure` in a fresh interpreter."""
-    command = [sys.executable, __file__, "--measure", who, "--only", name, "--workers", str(workers)]
-    command += ["--seconds", str(seconds)]
+    """`measure` in a fresh interpreter."""
+    command = [sys.executable, __file__, "--measure", who, "--only", name]
+    command += ["--workers", str(workers), "--seconds", str(seconds)]
     return Measured(**json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
 
 
-def median(rounds: Sequence[Measured]) -> Measured:
-    """Field by field."""
-    return Measured(**{name: statistics.median(getattr(each, name) for each in rounds) for name in asdict(rounds[0])})
+def run_case(name: str, args: argparse.Namespace) -> Result:
+    """All rounds, each beginning with another contestant."""
+    rounds: dict[str, list[Measured]] = {who: [] for who in CONTESTANTS}
+    order = list(CONTESTANTS)
+    for _ in range(args.rounds):
+        for who in order:
+            rounds[who].append(measure_apart(who, name, args.workers, args.seconds))
+        order.append(order.pop(0))
+    return Result(name, rounds)
 
 
-def ratio(rounds: dict[str, list[Measured]], who: str) -> float:
-    """How many times the recipe's batches per second: the median over the rounds."""
-    pairs = zip(rounds[who], rounds[RECIPE])
-    return statistics.median(mine.batches_per_s / theirs.batches_per_s for mine, theirs in pairs)
+# -- out ---------------------------------------------------------------------------------------------------------------
 
-
-HEADER = ("case", "contestant", "workers", "batches/s", "x recipe", "first ms", "step ms", "PSS MiB", "descriptors")
-WIDTHS = (4, 13, 8, 10, 9, 9, 8, 8, 12)
+HEADER = (
+    *("case", "contestant", "workers", "batches/s", "x recipe", "step ms", "first ms"),
+    *("PSS MiB", "shared MiB", "descriptors"),
+)
+WIDTHS = (4, 12, 7, 10, 8, 8, 8, 8, 10, 11)
 
 
 def line(cells: Sequence[str]) -> str:
     """One line of the table."""
-    return " ".join(cell.ljust(w) if place < 2 else cell.rjust(w) for place, (cell, w) in enumerate(zip(cells, WIDTHS)))
+    padded = [cell.ljust(width) for cell, width in zip(cells[:2], WIDTHS)]
+    return " ".join([*padded, *(cell.rjust(width) for cell, width in zip(cells[2:], WIDTHS[2:]))])
 
 
-def row(name: str, who: str, rounds: dict[str, list[Measured]]) -> str:
-    """A contestant's medians as a line of the table."""
-    it = median(rounds[who])
-    memory = f"{it.peak_mib:.1f}" if it.peak_mib else "-"
-    rates = f"{it.batches_per_s:,.1f}", f"{ratio(rounds, who):.2f}"
-    times = f"{it.first_ms:.2f}", f"{it.step_ms:.2f}"
-    return line([name, who, f"{it.workers:.0f}", *rates, *times, memory, f"{it.descriptors:.0f}"])
+def row(result: Result, who: str) -> str:
+    """A contestant of a result as a line of the table."""
+    found = result.median(who)
+    cells = [f"{found.workers:.0f}", f"{found.batches_per_s:,.1f}", f"{result.ratio('batches_per_s', who):.2f}"]
+    cells += [f"{found.step_ms:.2f}", f"{found.first_ms:.2f}", f"{found.peak_mib:.1f}", f"{found.shared_mib:.1f}"]
+    return line([result.case, who, *cells, f"{found.descriptors:.0f}"])
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Two loaders in step against one loader of pairs.")
+    parser = argparse.ArgumentParser(description="Pairs from two of torch's DataLoaders and from one of shmloader's.")
     parser.add_argument("--only", default=",".join(CASES), help="cases, separated by commas (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="for each loader, in a and b (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="of each loader in a and b (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="per contestant and round (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write facts, medians and rounds here as well")
     parser.add_argument("--measure", choices=CONTESTANTS, help=argparse.SUPPRESS)
@@ -353,7 +482,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown := [name for name in parsed.only if name not in CASES]:
         parser.error(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}")
     if parsed.workers < 1 or parsed.rounds < 1:
-        parser.error("--workers and --rounds must be 1 or more")
+        parser.error("at least one worker and one round are needed")
     return parsed
 
 
@@ -363,21 +492,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.measure:
         print(json.dumps(asdict(measure(args.measure, args.only[0], args.workers, args.seconds))))
         return
-    facts = machine_facts()
+    facts = machine_facts() | {name: getattr(args, name) for name in ("workers", "rounds", "seconds")}
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     print(line(HEADER))
-    results = {}
-    for name in args.only:
-        rounds: dict[str, list[Measured]] = {who: [] for who in CONTESTANTS}
-        for _ in range(args.rounds):
-            for who in CONTESTANTS:
-                rounds[who].append(measure_apart(who, name, args.workers, args.seconds))
-        for who in CONTESTANTS:
-            print(row(name, who, rounds), flush=True)
-        results[name] = {who: [asdict(each) for each in rounds[who]] for who in CONTESTANTS}
+    results = [report(run_case(name, args)) for name in args.only]
+    print(*(goal for result in results for goal in result.goals()), sep="\n")
     if args.json:
-        settings = {"workers": args.workers, "rounds": args.rounds, "seconds": args.seconds}
-        args.json.write_text(json.dumps({"facts": facts | settings, "results": results}, indent=1) + "\n")
+        contents = {"facts": facts, "results": [result.as_json() for result in results]}
+        args.json.write_text(json.dumps(contents, indent=1) + "\n")
+
+
+def report(result: Result) -> Result:
+    """Prints its lines of the table."""
+    print(*(row(result, who) for who in CONTESTANTS), sep="\n", flush=True)
+    return result
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ def test_every_contestant_is_measured(who: str, name: str) -> None:
 
 
 def test_a_wrong_pair_is_an_error() -> None:
-    pairs.check(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))
-    with pytest.raises(ValueError, match="wrong pairs"):
-        pairs.check(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [3.0]]))
+    right, wrong = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [3.0]])
+    pairs.check(SimpleNamespace(inputs=right, targets=right))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="these are no pairs"):
+        pairs.check(SimpleNamespace(inputs=right, targets=wrong))  # type: ignore[arg-type]
 
 
 def test_figures_are_written(
@@ -33,14 +35,15 @@ def test_figures_are_written(
     figures = iter(range(1, 100))
 
     def measured(who: str, name: str, workers: int, seconds: float) -> pairs.Measured:
-        return pairs.Measured(float(next(figures)), 1.0, 2.0, 3.0, 4, workers)
+        return pairs.Measured(float(next(figures)), 1.0, 2.0, 3.0, 4.0, 5.0, workers)
 
     monkeypatch.setattr(pairs, "measure_apart", measured)
     path = tmp_path / "pairs.json"
     pairs.main(["--only", "a", "--rounds", "2", "--json", str(path)])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["a", "a", "a"]
-    rounds = json.loads(path.read_text())["results"]["a"]
-    assert [each["batches_per_s"] for each in rounds["shmloader"]] == [2.0, 5.0]
+    assert sum(line.startswith("a ") for line in capsys.readouterr().out.splitlines()) == len(pairs.CONTESTANTS)
+    (result,) = json.loads(path.read_text())["results"]
+    assert {who: len(rounds) for who, rounds in result["rounds"].items()} == dict.fromkeys(pairs.CONTESTANTS, 2)
+    assert len(result["goals"]) == 2
 
 
 @pytest.mark.parametrize("argv", [["--only", "z"], ["--workers", "0"]])
