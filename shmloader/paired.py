@@ -41,8 +41,8 @@ class PairedDataset(Dataset[T_co]):
 
     Over map-style data sets it is a :class:`PairedItems`, one of torch's ``StackDataset``, and one sampler drives all
     sides. Over iterable ones it is a :class:`PairedStream`, an ``IterableDataset``, and each worker zips what it sees
-    itself. All parts of a batch lie in one slot and are published together, so no shuffling, no number of workers and
-    no restart can part them.
+    itself. All parts of a batch lie in one slot and are published together, or with late targets in one slot for each
+    half, made from the same indices; so no shuffling, no number of workers and no restart can part them.
 
     Args:
         sides: the inputs and the targets, by position; both map-style or both iterable.

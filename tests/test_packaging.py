@@ -167,7 +167,13 @@ def test_the_top_level_holds_only_what_has_a_place_there() -> None:
     assert {entry for entry in entries if not entry.startswith(".")} <= TOP_LEVEL
 
 
-README = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
+def text_of(name: str) -> str:
+    """A file at the top, empty if it is not there."""
+    return (ROOT / name).read_text(encoding="utf-8") if (ROOT / name).exists() else ""
+
+
+README, CHINESE = text_of("README.md"), text_of("README.zh.md")
+TEXTS = pytest.mark.parametrize("text", [README, CHINESE], ids=["English", "Chinese"])
 
 
 def block_after(marker: str) -> str:
@@ -207,12 +213,13 @@ def test_the_readmes_demo_command_sets_everything_up_by_itself() -> None:
     assert any(".[demo]" in line for line in commands)
 
 
-def test_the_readme_names_only_extras_and_files_that_exist() -> None:
+@TEXTS
+def test_the_readme_names_only_extras_and_files_that_exist(text: str) -> None:
     named = {
-        extra.strip() for found in re.findall(r"(?:\.|shmloader)\[([\w, ]+)\]", README) for extra in found.split(",")
+        extra.strip() for found in re.findall(r"(?:\.|shmloader)\[([\w, ]+)\]", text) for extra in found.split(",")
     }
     assert named <= set(EXTRAS)
-    scripts = re.findall(r"\b(?:benchmarks|tests|shmloader)/[\w/]+\.py\b", README)
+    scripts = re.findall(r"\b(?:benchmarks|tests|shmloader)/[\w/]+\.py\b", text)
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
 
 
