@@ -21,7 +21,11 @@ class Carrier:
         Raises:
             RuntimeError: a graph is being captured, or what the device raises.
         """
-        return self._transfer.arrive(self._transfer.send(batch))
+        flight = self._transfer.send(batch)
+        try:
+            return self._transfer.arrive(flight)
+        finally:
+            self._transfer.drop(flight)
 
     def finish(self) -> None:
         """Wait until the device has read everything."""
@@ -37,7 +41,7 @@ class Carried:
     """An iterator of torch's own, whose batches are delivered on a device: all else is the iterator's."""
 
     def __init__(self, iterator: Any, accelerator: Accelerator) -> None:
-        self._iterator, self._carrier = iterator, Carrier(accelerator)
+        self._carrier, self._iterator = Carrier(accelerator), iterator
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -53,7 +57,8 @@ class Carried:
         return len(self._iterator)
 
     def __del__(self) -> None:
-        self._carrier.finish()
+        if "_carrier" in vars(self):
+            self._carrier.finish()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_iterator", "_carrier"):
