@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ class Carrier:
     """Copies batches out of ordinary memory, one at a time, by way of page-locked staging memory."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._transfer = Transfer(accelerator, lambda _address, _nbytes: False)
+        self._notices: list[Warning] = []
+        self._transfer = Transfer(accelerator, lambda _address, _nbytes: False, self._notices)
 
     def carry(self, batch: Any) -> Any:
         """The batch on the device.
@@ -26,6 +28,11 @@ class Carrier:
             return self._transfer.arrive(flight)
         finally:
             self._transfer.drop(flight)
+
+    def warn(self) -> None:
+        """Give the warnings that have come up, as if from the caller's caller: before a batch is made, none is lost."""
+        while self._notices:
+            warnings.warn(self._notices.pop(0), stacklevel=3)
 
     def finish(self) -> None:
         """Wait until the device has read everything."""
@@ -47,6 +54,7 @@ class Carried:
         return self
 
     def __next__(self) -> Any:
+        self._carrier.warn()
         try:
             return self._carrier.carry(next(self._iterator))
         except StopIteration:

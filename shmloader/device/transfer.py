@@ -61,11 +61,12 @@ class Transfer:
         accelerator: the device.
         locked: whether a range of addresses is page-locked; what is not crosses by way of page-locked staging memory,
             or a copy would not be asynchronous.
+        notices: gets the warnings that are to be given between two batches.
     """
 
-    def __init__(self, accelerator: Accelerator, locked: Callable[[int, int], bool]) -> None:
+    def __init__(self, accelerator: Accelerator, locked: Callable[[int, int], bool], notices: list[Warning]) -> None:
         self.accelerator = accelerator
-        self.staging = Staging(accelerator)
+        self.staging = Staging(accelerator, notices)
         self._locked = locked
         self._stream = accelerator.new_stream()
         #: With an event behind all their copies, which will be no more; in the order of those events, or nearly so.
@@ -126,8 +127,8 @@ class Transfer:
 
     def _move(self, flight: Flight, stream: Any) -> None:
         """Let the parts that move themselves do so, in the consumer's stream."""
+        self._waiting.discard(flight)  # first: cut short from here on, it is kept for good
         pending, flight.pending, flight.event = flight.pending, None, None
-        self._waiting.discard(flight)
         try:
             with _training():
                 flight.data = flight.load.build(pending)

@@ -40,15 +40,13 @@ def fails_to_be_copied(number: int) -> Any:
 
 
 @pytest.mark.parametrize("make", [fails_to_move, fails_to_be_copied])
-def test_what_fails_holds_nothing_and_nothing_behind_it_up(
-    make: Callable[[int], Any], under_way: set[Flight]
-) -> None:
+def test_what_fails_holds_nothing_and_nothing_behind_it_up(make: Callable[[int], Any], under_way: set[Flight]) -> None:
     with FakeAccelerator() as fake:
         carrier = Carrier(fake)
         for number in range(4 * RING):
             if make is fails_to_be_copied:
                 fake.fails.add(len(fake.copies) + 2)
-            with pytest.raises((RuntimeError, ValueError), match="not now|the device fails"):
+            with pytest.raises((RuntimeError, ValueError), match=r"not now|the device fails"):
                 carrier.carry(make(number))
             arrived = carrier.carry(large(number))
             assert float(fake.fetch(arrived)[0]) == number
