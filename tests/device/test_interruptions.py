@@ -20,7 +20,7 @@ from tests.fakes import FakeAccelerator
 
 BATCHES = 4
 #: Of the places that an interruption may come at, every so many-th is tried; prime, so that none is always left out.
-STRIDE = 23
+STRIDE = 211
 
 
 class Interruption(BaseException):
