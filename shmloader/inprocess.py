@@ -71,6 +71,8 @@ class InProcessIter(_SingleProcessDataLoaderIter):
         return stack_in_process(samples, self._recycler.lend, LEAST_RECYCLED_BYTES)
 
     def __next__(self) -> Any:
+        if self._carrier is not None:
+            self._carrier.warn()
         self._counts.enter()
         try:
             data = super().__next__()

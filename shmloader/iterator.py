@@ -132,7 +132,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         if accelerator is not None:
             self._pin_memory = False  # there is nothing left to be pinned
             locking.lock(self._pool, accelerator.device)
-            return Transfer(accelerator, self._pool.locked)
+            return Transfer(accelerator, self._pool.locked, self._pool.notices)
         if self._pin_memory:
             locking.lock(self._pool)
         return None

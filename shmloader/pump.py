@@ -147,8 +147,7 @@ class Pump:
         #: Tasks that were assigned without a slot, until they get one or do without.
         self._slotless: set[Task] = set()
         self._noticed: set[str] = set()
-        #: Warnings to be given.
-        self.notices: list[str] = []
+        self.notices = pool.notices
         self.counts = Counts()
         self._record = record
 
@@ -577,12 +576,12 @@ class Pump:
         """Keep a warning, once of its kind, for :meth:`warn`: here it might be raised as an error amid a step."""
         if kind not in self._noticed:
             self._noticed.add(kind)
-            self.notices.append(text)
+            self.notices.append(PoolWarning(text))
 
     def warn(self) -> None:
         """Give the warnings that have come up, as if from the caller's caller's caller."""
         while self.notices:
-            warnings.warn(self.notices.pop(0), PoolWarning, stacklevel=4)
+            warnings.warn(self.notices.pop(0), stacklevel=4)
 
 
 def _contents(fd: int) -> Any:

@@ -390,7 +390,10 @@ class FakeAccelerator:
     def _reuse_freed(self) -> None:
         """Memory that nothing refers to is given out again, and written, as soon as its users are through."""
         while self._freed:
-            block = self._freed.popleft()
+            try:
+                block = self._freed.popleft()
+            except IndexError:  # the other thread was faster
+                return
             stream = block.stream
             if block.users:
                 stream = FakeStream()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ class Carrier:
     """Copies batches out of ordinary memory, one at a time, by way of page-locked staging memory."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._transfer = Transfer(accelerator, lambda _address, _nbytes: False)
+        self._notices: list[Warning] = []
+        self._transfer = Transfer(accelerator, lambda _address, _nbytes: False, self._notices)
 
     def carry(self, batch: Any) -> Any:
         """The batch on the device.
@@ -21,7 +23,16 @@ class Carrier:
         Raises:
             RuntimeError: a graph is being captured, or what the device raises.
         """
-        return self._transfer.arrive(self._transfer.send(batch))
+        flight = self._transfer.send(batch)
+        try:
+            return self._transfer.arrive(flight)
+        finally:
+            self._transfer.drop(flight)
+
+    def warn(self) -> None:
+        """Give the warnings that have come up, as if from the caller's caller: before a batch is made, none is lost."""
+        while self._notices:
+            warnings.warn(self._notices.pop(0), stacklevel=3)
 
     def finish(self) -> None:
         """Wait until the device has read everything."""
@@ -37,12 +48,13 @@ class Carried:
     """An iterator of torch's own, whose batches are delivered on a device: all else is the iterator's."""
 
     def __init__(self, iterator: Any, accelerator: Accelerator) -> None:
-        self._iterator, self._carrier = iterator, Carrier(accelerator)
+        self._carrier, self._iterator = Carrier(accelerator), iterator
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        self._carrier.warn()
         try:
             return self._carrier.carry(next(self._iterator))
         except StopIteration:
@@ -53,7 +65,8 @@ class Carried:
         return len(self._iterator)
 
     def __del__(self) -> None:
-        self._carrier.finish()
+        if "_carrier" in vars(self):
+            self._carrier.finish()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_iterator", "_carrier"):

@@ -36,9 +36,6 @@ def lock(pool: Pool, device: torch.device | None = None) -> None:
 
     Args:
         device: who is to read them; default: the current accelerator, if there is any.
-
-    Raises:
-        PlatformWarning: the system refuses, where warnings are errors.
     """
     if device is None and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
@@ -46,4 +43,4 @@ def lock(pool: Pool, device: torch.device | None = None) -> None:
     if runtime is None or not captures.watch():
         return
     pool.guard(SlotGuard(find_driver()))  # first: what is page-locked must not come back unguarded
-    pool.page_lock(PageLock(runtime))
+    pool.page_lock(PageLock(runtime, pool.notices))

@@ -7,7 +7,6 @@ import ctypes
 import functools
 import os
 import sys
-import warnings
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -148,10 +147,14 @@ class PageLock:
 
     One registration for each range that is covered, which is a slot: a copy may not straddle two registrations, and a
     slot is given back as a whole.
+
+    Args:
+        runtime: what page-locks them.
+        notices: gets a warning of the first refusal.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, notices: list[Warning]) -> None:
+        self._runtime, self._notices = runtime, notices
         self._lengths: dict[int, int] = {}  # by address
         self._addresses: list[int] = []  # sorted
         self._refused = self._warned = False
@@ -164,9 +167,6 @@ class PageLock:
 
         A system that refuses one is not asked again until another has been given back: every refusal takes its time,
         and what is refused has only to be copied once more, by whoever sends it to the device.
-
-        Raises:
-            PlatformWarning: the first refusal, where warnings are errors.
         """
         if self._refused or not nbytes or not self._may_call():
             return
@@ -219,10 +219,9 @@ class PageLock:
     def _warn(self, nbytes: int, refusal: LockRefused) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            text = (
                 f"the system refuses to page-lock {nbytes} bytes of the slot pool ({refusal}) beside the {self.nbytes} "
                 "that it has; batches in them are copied once more on their way to the device. "
-                "Look at `ulimit -l`, or lower memory_limit",
-                PlatformWarning,
-                stacklevel=2,
+                "Look at `ulimit -l`, or lower memory_limit"
             )
+            self._notices.append(PlatformWarning(text))

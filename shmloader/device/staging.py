@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from shmloader.device.accelerator import Accelerator
@@ -19,10 +17,15 @@ MOST_SMALL = 16
 
 
 class Staging:
-    """Blocks of page-locked memory, used again and again."""
+    """Blocks of page-locked memory, used again and again.
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    Args:
+        accelerator: has the memory.
+        notices: gets a warning of the first refusal.
+    """
+
+    def __init__(self, accelerator: Accelerator, notices: list[Warning]) -> None:
+        self._accelerator, self._notices = accelerator, notices
         self._free: dict[int, list[torch.Tensor]] = {}
         self._used: dict[int, int] = {}
         self._refused = False
@@ -35,7 +38,7 @@ class Staging:
         return self._used.get(capacity, 0) >= _most(capacity)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """A block of at least ``nbytes``; None where the system refuses, of which it warns once."""
+        """A block of at least ``nbytes``; None where the system refuses."""
         capacity = size_class(nbytes)
         free = self._free.get(capacity)
         block = free.pop() if free else self._made(capacity)
@@ -50,12 +53,11 @@ class Staging:
             block = self._accelerator.locked_memory(capacity)
         except RuntimeError as error:
             self._refused = True
-            warnings.warn(
+            text = (
                 f"the system refuses {capacity} bytes of page-locked memory ({error}); copies to the device are "
-                "slower, and the training step waits for them",
-                PlatformWarning,
-                stacklevel=2,
+                "slower, and the training step waits for them"
             )
+            self._notices.append(PlatformWarning(text))
             return None
         self.nbytes += capacity
         return block

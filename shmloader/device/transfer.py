@@ -8,6 +8,7 @@ when nothing refers to it any more, and a flight is one more thing that does.
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -60,15 +61,18 @@ class Transfer:
         accelerator: the device.
         locked: whether a range of addresses is page-locked; what is not crosses by way of page-locked staging memory,
             or a copy would not be asynchronous.
+        notices: gets the warnings that are to be given between two batches.
     """
 
-    def __init__(self, accelerator: Accelerator, locked: Callable[[int, int], bool]) -> None:
+    def __init__(self, accelerator: Accelerator, locked: Callable[[int, int], bool], notices: list[Warning]) -> None:
         self.accelerator = accelerator
-        self.staging = Staging(accelerator)
+        self.staging = Staging(accelerator, notices)
         self._locked = locked
         self._stream = accelerator.new_stream()
-        #: In the order in which they were sent.
+        #: With an event behind all their copies, which will be no more; in the order of those events, or nearly so.
         self._flights: deque[Flight] = deque()
+        #: With parts that are still to be moved.
+        self._waiting: set[Flight] = set()
         self._pid = os.getpid()
 
     # -- one batch ---------------------------------------------------------------------------------------------
@@ -86,16 +90,18 @@ class Transfer:
         flight = Flight(load, data)
         # Before anything is enqueued: should the device fail in between, what it may read is kept for good.
         _under_way.add(flight)
-        self._flights.append(flight)
         try:
             with _training(), accelerator.on(self._stream):
                 if load.take(data):
                     flight.pending = data
                 else:
                     flight.data = load.build(data)
+        except BaseException:
+            flight.pending = None
+            raise
         finally:
             # Also behind what was enqueued before an error: it is read all the same.
-            flight.event = accelerator.record(self._stream)
+            self._seal(flight, self._stream)
         return flight
 
     def arrive(self, flight: Flight) -> Any:
@@ -115,19 +121,37 @@ class Transfer:
             # The memory was the side stream's: freed without this, it would be given out while the step still reads.
             accelerator.use(tensor, stream)
         if flight.pending is not None:
-            flight.event = None
-            try:
-                with _training():
-                    flight.data = flight.load.build(flight.pending)
-            finally:
-                flight.event = accelerator.record(stream)  # the moves came after the copies
-            flight.pending = None
+            self._move(flight, stream)
         data, flight.data, flight.load.landed = flight.data, None, []
         return data
 
+    def _move(self, flight: Flight, stream: Any) -> None:
+        """Let the parts that move themselves do so, in the consumer's stream."""
+        self._waiting.discard(flight)  # first: cut short from here on, it is kept for good
+        pending, flight.pending, flight.event = flight.pending, None, None
+        try:
+            with _training():
+                flight.data = flight.load.build(pending)
+        except BaseException:
+            flight.pending = pending
+            raise
+        finally:
+            self._seal(flight, stream)  # the moves came after the copies
+
+    def _seal(self, flight: Flight, stream: Any) -> None:
+        """Put an event behind what was enqueued for it so far."""
+        flight.event = self.accelerator.record(stream)
+        if flight.pending is None:
+            self._flights.append(flight)
+        else:
+            self._waiting.add(flight)
+
     def drop(self, flight: Flight) -> None:
-        """Nobody wants this batch any more."""
+        """Nobody wants this batch any more. Safe to call for one that has arrived."""
         flight.data = flight.pending = None
+        if flight in self._waiting:
+            self._waiting.discard(flight)
+            self._flights.append(flight)
 
     def _check_no_capture(self) -> None:
         # A wait for work outside the capture would spoil it, and a copy in it would read the slot at every replay.
@@ -154,20 +178,19 @@ class Transfer:
 
     def _oldest(self) -> Event | None:
         """The event behind the oldest flight, if that can be asked now: not in a child, nor during a capture."""
-        if not self._flights or self._flights[0].pending is not None:
+        if not self._flights or self._pid != os.getpid() or self.accelerator.capturing():
             return None
-        usable = self._pid == os.getpid() and not self.accelerator.capturing()
-        return self._flights[0].event if usable else None
+        return self._flights[0].event
 
     def finish(self) -> None:
         """Wait until the device has read everything.
 
-        In a forked child, where there is no device, do nothing. During a capture, nothing can be waited for: what the
-        device may still read then stays as it is for good.
+        In a forked child, where there is no device, and while the interpreter ends, do nothing. During a capture,
+        nothing can be waited for: what the device may still read then stays as it is for good.
         """
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or sys.is_finalizing():
             return
-        for flight in self._flights:
+        for flight in (*self._flights, *self._waiting):
             self.drop(flight)
         try:
             while self.settle():

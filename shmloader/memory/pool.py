@@ -84,7 +84,7 @@ class _Ranges:
         if self.lock is not None:
             try:
                 self.lock.cover(self._segment.address + offset, nbytes)
-            except BaseException:  # such as a warning that is an error
+            except BaseException:
                 self.punch(offset, nbytes)
                 raise
 
@@ -123,6 +123,8 @@ class Pool:
         self._ranges = ranges = _Ranges(segment)
         self.ledger = Ledger(limit, ranges.reserve, ranges.punch, most_slots)
         self._guard: Guard | None = None
+        #: Warnings to be given between two steps: amid one, where they are errors, they would cost a batch.
+        self.notices: list[Warning] = []
         for sibling in siblings:
             sibling._siblings.add(self)
         self._returned: deque[Slot] = deque()

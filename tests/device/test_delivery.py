@@ -12,6 +12,8 @@ import torch
 
 from shmloader import DataLoader
 from shmloader.device import locking
+from shmloader.device.pinning import LockRefused, PageLock
+from shmloader.errors import PlatformWarning
 from shmloader.iterator import AHEAD, ShmIter
 from shmloader.loader import _home
 from shmloader.memory.pool import Pool
@@ -51,17 +53,33 @@ class WholePool:
         return self._runtime.covers(address, nbytes)
 
 
+class NoMemory:
+    """A runtime that page-locks nothing."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Refuse."""
+        raise LockRefused("no more")
+
+    def unregister(self, address: int) -> None:
+        """Nothing can be unlocked."""
+        raise AssertionError("a range was unlocked that was not locked")
+
+
 @pytest.fixture(autouse=True)
 def debug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that are freed hold nonsense at once."""
     monkeypatch.setenv("SHMLOADER_DEBUG", "1")
 
 
-def delivered(loader: Any, fake: FakeAccelerator, locks: bool = True) -> ShmIter:
-    """An iterator whose batches are delivered on the fake."""
+def delivered(loader: Any, fake: FakeAccelerator, locks: bool | None = True) -> ShmIter:
+    """An iterator whose batches are delivered on the fake, from slots that are page-locked, or are not, or (None) that
+    the system refuses to lock.
+    """
 
     def lock(pool: Pool, device: torch.device) -> None:
-        if locks:
+        if locks is None:
+            pool.page_lock(PageLock(NoMemory(), pool.notices))
+        elif locks:
             pool.page_lock(WholePool(fake))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -175,15 +193,15 @@ def test_persistent_workers_begin_anew_in_the_middle_of_an_epoch() -> None:
 def test_batches_that_nobody_wants_any_more_hold_up_no_later_epoch() -> None:
     with FakeAccelerator() as fake, loader_of(mixed, persistent_workers=True) as loader:
         batches = delivered(loader, fake)
-        flights = batches._transfer._flights  # type: ignore[union-attr]
+        transfer: Any = batches._transfer
         for _ in range(3):
             next(batches)
-            while len(flights) < AHEAD:
+            while len(transfer._waiting) < AHEAD:
                 batches.poke()
             batches._reset(loader)
             fake.run_all()
             batches.poke()
-            assert len(flights) <= AHEAD
+            assert len(transfer._flights) + len(transfer._waiting) <= AHEAD
         batches._shutdown_workers()
 
 
@@ -200,6 +218,30 @@ def test_a_batch_that_does_not_move_is_an_error_and_those_behind_it_come(options
                 break
         assert found == [n if n % 3 else -1 for n in range(0, COUNT, BATCH_SIZE)]
         fake.run_all()
+        assert not loader.stats().slots.get(SlotState.LEASED.name)
+
+
+@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"in_order": False, "persistent_workers": True}], ids=repr)
+@pytest.mark.parametrize("refused", ["slots", "staging", "both"])
+def test_where_warnings_are_errors_no_batch_is_lost_and_no_slot(refused: str, options: dict[str, Any]) -> None:
+    with FakeAccelerator() as fake, loader_of(**options) as loader:
+        fake.refuses_memory = refused != "slots"
+        batches = delivered(loader, fake, locks=False if refused == "staging" else None)
+        found, warned = [], 0
+        while True:
+            try:
+                x, y = next(batches)
+            except PlatformWarning:  # as which it comes in all tests
+                warned += 1
+            except StopIteration:
+                break
+            else:
+                found.append(int(fake.fetch(y)[0]))
+                assert torch.equal(fake.fetch(x), rows(found[-1] // BATCH_SIZE))
+        assert sorted(found) == [*range(0, COUNT, BATCH_SIZE)]
+        assert warned == (2 if refused == "both" else 1)
+        fake.run_all()
+        batches._shutdown_workers()
         assert not loader.stats().slots.get(SlotState.LEASED.name)
 
 

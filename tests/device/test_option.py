@@ -13,6 +13,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import shmloader
 from shmloader import DataLoader
 from shmloader.device import accelerator
+from shmloader.errors import PlatformWarning
 from tests.datasets import Rows
 from tests.device.test_delivery import BATCH_SIZE, COUNT, WIDTH, mixed, rows
 from tests.equal import assert_same
@@ -99,6 +100,21 @@ def test_data_pipes_arrive_too(fake: FakeAccelerator) -> None:
     iterator: Any = iter(loader)
     assert fake.fetch(next(iterator)).tolist() == [[0.0] * 3, [1.0] * 3]
     assert iterator._num_workers == 0  # all else is the iterator's own
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda data: data, lambda data: IterableWrapper([data[index] for index in range(COUNT)])],
+    ids=["data set", "pipe"],
+)
+def test_without_workers_a_warning_that_is_an_error_costs_no_batch(fake: FakeAccelerator, make: Any) -> None:
+    fake.refuses_memory = True
+    batches = iter(DataLoader(make(Rows(COUNT, WIDTH)), BATCH_SIZE, device="cuda"))
+    found = [int(fake.fetch(next(batches)[1])[0])]
+    with pytest.raises(PlatformWarning, match="page-locked memory"):
+        next(batches)
+    found += [int(fake.fetch(y)[0]) for _, y in batches]
+    assert found == [*range(0, COUNT, BATCH_SIZE)]
 
 
 @WORKERS
