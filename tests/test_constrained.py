@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader import BatchTooLargeError, DataLoader, PoolMemoryError, PoolWarning
+from shmloader import BatchTooLargeError, DataLoader, PairedDataset, PoolMemoryError, PoolWarning
 from shmloader.memory.budget import MIB, PAGE_BYTES
 from shmloader.tuning import machine
 from tests.conftest import children
@@ -405,6 +405,26 @@ def test_a_batch_over_the_default_budget_travels_alone_and_leaves_the_pool_to_th
     stats = loader.stats()
     assert (stats.oversize_batches, stats.private_copies) == (len(large), 0)
     assert stats.pool_bytes <= 10 * 72 * KIB
+
+
+# -- memory of the workers' own -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_the_first_batches_took_before_there_was_a_slot_is_given_back(late: bool) -> None:
+    assert _heap_of_a_worker(MIB, late) < _heap_of_a_worker(16, late) + 4 * MIB  # of 8 MiB that a batch has
+
+
+def _heap_of_a_worker(item_bytes: int, late: bool) -> int:
+    """Bytes that are a worker's alone, after some batches of eight items that lie in memory already."""
+    items = [torch.full((item_bytes,), number, dtype=torch.uint8) for number in range(8)] * 8
+    pairs = PairedDataset(items, items)
+    with DataLoader(pairs, 8, num_workers=1, persistent_workers=True, late_targets=late) as loader:
+        for inputs, targets in loader:
+            assert torch.equal(inputs, targets)
+        (worker,) = loader._iterator._workers
+        words = Path(f"/proc/{worker.pid}/smaps_rollup").read_text().split()
+        return int(words[words.index("Private_Dirty:") + 1]) * KIB
 
 
 # -- no memory at all ---------------------------------------------------------------------------------------------

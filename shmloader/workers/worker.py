@@ -160,6 +160,8 @@ class _Bench:
         self._ended = False
         self._iterable = False
         self._seed_batches = False
+        #: Halves, or the whole, of which a batch has been made in a slot.
+        self._had_slot: set[int] = set()
 
     # -- setting up --------------------------------------------------------------------------------------------
 
@@ -230,6 +232,11 @@ class _Bench:
             self._answer(message, encoded, offsets)
         else:
             self._ask_for_space(message, encoded)
+        half = self._place(message)[1] or 0
+        if message.size and half not in self._had_slot:
+            # Earlier, the memory of one batch without a slot would be given back just before the next one needs it.
+            self._had_slot.add(half)
+            _trim_heap()
 
     def _make(self, message: Message) -> codec.Encoded | None:
         """Fetch, collate and take apart; the batch itself is gone when this returns."""
@@ -258,10 +265,12 @@ class _Bench:
         self._fail(message, failure)
         return None
 
+    def _place(self, message: Message) -> tuple[int, int | None]:
+        """The number of the batch, and of the half if it has halves."""
+        return divmod(message.batch, HALVES) if len(self._fetchers) == HALVES else (message.batch, None)
+
     def _fetch(self, message: Message) -> Any:
-        batch, half = message.batch, None
-        if len(self._fetchers) == HALVES:
-            batch, half = divmod(batch, HALVES)
+        batch, half = self._place(message)
         if self._seed_batches:
             seeding.seed_batch(self._job.base_seed, message.epoch, batch, half)
         indices = codec.unpack(message.body)
@@ -354,6 +363,16 @@ def _unpicklable(error: Exception, data: Any, where: str) -> ExceptionWrapper:
         raise UnpicklableBatchError(text) from error
     except UnpicklableBatchError:
         return ExceptionWrapper(where=where)
+
+
+def _trim_heap() -> None:
+    """Give back what the first batches took, which were made before anybody knew how large a slot has to be.
+
+    glibc keeps a freed block below 32 MB for the next one of its kind, which here comes from a slot (mallopt(3)).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _in_file(encoded: codec.Encoded) -> tuple[int, list[int]]:
