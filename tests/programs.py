@@ -81,6 +81,13 @@ def private_bytes(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
+def _kill_session(leader: int, reaped: bool) -> None:
+    """Kill what is left of a session. Once its leader is reaped, that number may be somebody else's."""
+    for pid in {*session_members(leader), *(() if reaped else (leader,))}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/<pid>/stat from the state on; the state is empty where there is no such process."""
     try:
@@ -137,14 +144,13 @@ class Program:
         self.pid, self._wait = born
         os.close(write_end)
         self._out = b""
+        self._reaped = False
 
     def __enter__(self) -> Program:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for pid in {self.pid, *self.members()}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_session(self.pid, self._reaped)
         self._wait(10.0)
         os.close(self._read_end)
         if kind is not None:
@@ -169,6 +175,7 @@ class Program:
         while self._read():
             pass
         code = self._wait(max(0.1, self._deadline - time.monotonic()))
+        self._reaped = True
         members = self.members()
         all_gone(members, 1.0)
         self._err.seek(0)
@@ -273,9 +280,7 @@ class Forked:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         os.close(self._read_end)
-        for pid in {self.pid, *session_members(self.pid)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_session(self.pid, self._reaped)
         self.reap()
 
     def hear(self) -> Any:
