@@ -21,7 +21,7 @@ from shmloader.memory.budget import MIB, PAGE_BYTES
 from shmloader.tuning import machine
 from tests.conftest import children
 from tests.datasets import Batchwise, Made, Rows
-from tests.programs import Nursery, descriptors, mappings, run
+from tests.programs import Nursery, descriptors, mappings, private_bytes, run
 
 ignoring_pool_warnings = pytest.mark.filterwarnings("ignore::shmloader.PoolWarning")
 KIB = 1024
@@ -423,8 +423,7 @@ def _heap_of_a_worker(item_bytes: int, late: bool) -> int:
         for inputs, targets in loader:
             assert torch.equal(inputs, targets)
         (worker,) = loader._iterator._workers
-        words = Path(f"/proc/{worker.pid}/smaps_rollup").read_text().split()
-        return int(words[words.index("Private_Dirty:") + 1]) * KIB
+        return private_bytes(worker.pid)
 
 
 # -- no memory at all ---------------------------------------------------------------------------------------------
