@@ -36,8 +36,9 @@ from shmloader.device.transfer import Transfer
 from shmloader.errors import IteratorBrokenError, WorkerDiedError
 from shmloader.late import LateBatch, Pending
 from shmloader.memory.pool import Lender
-from shmloader.pump import Pump, Task
+from shmloader.pump import Pump
 from shmloader.stats import Record
+from shmloader.task import Task
 from shmloader.turns import Turns
 from shmloader.workers.crew import ASK_S, Crew, Worker, close_files
 from shmloader.workers.payload import Job
@@ -391,7 +392,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         if self._pump.tasks:
             task = self._coming(0)
             return task is not None and task.answered
-        return not any(task.reader() for task in self._pump.handed_over() if task.reader and not task.answered)
+        return not any(task.read_by() for task in self._pump.handed_over() if not task.answered)
 
     async def until_ready(self) -> None:
         """Wait until ``next()`` would not, without blocking the event loop.
@@ -415,7 +416,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         """Whether it can be ended once its loop is over: it has no other epoch, and nobody waits for targets."""
         if self._persistent_workers or self._ended or self._pid != os.getpid():
             return False
-        return not any(task.reader() for task in self._pump.handed_over() if task.reader)
+        return not any(task.read_by() for task in self._pump.handed_over())
 
     async def retire(self) -> None:
         """End the workers, who may be in the middle of a long fetch, without blocking the event loop meanwhile."""
@@ -482,7 +483,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         self._counts.waited_amid(waited)
 
     def _give(self, task: Task) -> None:
-        reader = task.reader() if task.reader is not None else None
+        reader = task.read_by()
         if reader is None:
             self._pump.abandon_targets(task.batch)
             return
@@ -499,7 +500,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             if self._pump.needy:
                 self._serve_needs()
             for task in tasks:
-                if task.answered or task.reader is None or task.reader() is None:
+                if task.answered or task.read_by() is None:
                     self._give(task)
             if any(self._pump.handed_over()):
                 self._hear()
@@ -507,7 +508,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _part_with_targets(self) -> None:
         """Give what is there to who can read it, and an error for the rest: nobody makes it any more."""
         for task in tuple(self._pump.handed_over()):
-            reader = task.reader() if task.reader is not None else None
+            reader = task.read_by()
             if task.answered or reader is None:
                 self._give(task)
             elif self._fatal:

@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ import numpy as np
 
 from shmloader.counts import Counts
 from shmloader.device.nest import stays
-from shmloader.device.transfer import Flight, Transfer
+from shmloader.device.transfer import Transfer
 from shmloader.errors import BatchTooLargeError, PoolMemoryError, PoolWarning, ProtocolError
 from shmloader.memory import codec
 from shmloader.memory.budget import size_class
@@ -33,6 +32,7 @@ from shmloader.memory.rebuild import decode
 from shmloader.memory.segment import MARGIN_BYTES
 from shmloader.memory.slots import Slot
 from shmloader.stats import Record
+from shmloader.task import INPUTS, TARGETS, Task
 from shmloader.workers.crew import Crew, Worker
 from shmloader.workers.failure import unpack_failure
 from shmloader.workers.protocol import NO_LAYOUT, Flag, Message, SlotEvent, Tag, number_of
@@ -49,60 +49,6 @@ OVERSIZE = (
     "is slower; raise memory_limit or slots, or hold fewer batches"
 )
 T = TypeVar("T")
-#: Messages quote a batch's indices up to this many characters.
-MOST_NAMED = 200
-
-
-#: What the halves of a batch are called.
-INPUTS, TARGETS = "inputs", "targets"
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """One batch, or one half of it, on its way."""
-
-    batch: int
-    epoch: int
-    worker: Worker
-    indices: Any
-    slot: Slot | None
-    #: What it is called in messages, and among all that is to be done in what order.
-    number: int
-    #: Which half it is; empty: the whole batch.
-    part: str = ""
-    #: The lane of its slots.
-    lane: int = 0
-    #: Targets whose inputs were handed over: who they are for.
-    reader: weakref.ref[Any] | None = None
-    #: The range of its Fill, while the worker moves the batch into a larger one.
-    moved_from: Slot | None = None
-    #: Bytes that the worker asked for and waits for; 0: it does not wait.
-    needs: int = 0
-    layout: Layout | None = None
-    #: Pickled values of a plain nest.
-    values: bytes = b""
-    #: Private memory that holds the batch, where it does not lie in the slot.
-    buffer: Any = None
-    error: BaseException | None = None
-    #: Its way to the device, if it has begun; the slot is then the flight's lease.
-    flight: Flight | None = None
-
-    @property
-    def answered(self) -> bool:
-        """Whether the batch, or its error, is there."""
-        return self.layout is not None or self.error is not None
-
-    def title(self) -> str:
-        """The batch, or which half of which, for messages."""
-        return f"the {self.part} of batch {self.batch}" if self.part else f"batch {self.batch}"
-
-    def name(self) -> str:
-        """The batch, or its half, and its indices, for messages."""
-        try:
-            text = f"{self.title()}, indices {self.indices}"
-        except Exception:  # whatever the sampler's own objects make of it
-            text = f"{self.title()}, indices of {type(self.indices).__name__} that cannot be printed"
-        return text if len(text) <= MOST_NAMED else text[:MOST_NAMED] + " ..."
 
 
 class Pump:

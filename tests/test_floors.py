@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 SHARED_ROOMS = {
     "pump": "iterator",
-    **dict.fromkeys(("inprocess", "endings", "turns", "late", "bell"), "iterator"),
+    **dict.fromkeys(("inprocess", "endings", "turns", "late", "bell", "task"), "iterator"),
     **dict.fromkeys(("counts", "verdict"), "stats"),
     **dict.fromkeys(
         ("asynchronous", "loader", "paired", "patching", "sidecollate", "sides"), "front"
