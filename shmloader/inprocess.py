@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import weakref
 from typing import Any
@@ -36,6 +37,8 @@ class InProcessIter(_SingleProcessDataLoaderIter):
         super().__init__(loader)
         self._seed_batches = terms.seed_batches
         self._fetched = 0
+        #: Held while anything is made: who awaits batches and targets has both made in threads.
+        self.making = threading.RLock()
         self._counts, self._recycler = Counts(), recycler
         self._carrier = self._open_device(terms)
         terms.record.begin(self._counts)
@@ -86,16 +89,18 @@ class InProcessIter(_SingleProcessDataLoaderIter):
     def _next_data(self) -> Any:
         started = time.perf_counter()
         try:
-            if self._seed_batches or len(self._fetchers) > 1:
-                data = self._fetch()
-            else:
-                data = super()._next_data()  # type: ignore[no-untyped-call]
-                if self._carrier is not None:
-                    data = self._carrier.carry(data)
+            with self.making:
+                data = self._made()
         finally:
             self._counts.wait_s += time.perf_counter() - started
         self._counts.batches += 1
         return data
+
+    def _made(self) -> Any:
+        if self._seed_batches or len(self._fetchers) > 1:
+            return self._fetch()
+        data = super()._next_data()  # type: ignore[no-untyped-call]
+        return self._carrier.carry(data) if self._carrier is not None else data
 
     def __del__(self) -> None:
         if (carrier := getattr(self, "_carrier", None)) is not None:
@@ -138,11 +143,18 @@ class _Unmade:
     def bring(self, pending: Pending) -> None:
         started = time.perf_counter()
         try:
+            with self._iterator.making:
+                self._make(pending)
+        finally:
+            self._iterator.waited(time.perf_counter() - started)
+
+    def _make(self, pending: Pending) -> None:
+        if pending.settled:  # by another thread, meanwhile
+            return
+        try:
             pending.put(self._iterator.make(self._indices, pending.batch, 1))
         except Exception as error:
             pending.fail(error)
-        finally:
-            self._iterator.waited(time.perf_counter() - started)
 
     def has(self, _pending: Pending) -> bool:
         return False

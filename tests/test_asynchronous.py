@@ -152,6 +152,33 @@ def test_targets_can_be_awaited(workers: int) -> None:
     assert all(torch.equal(x, y) for x, y in asyncio.run(main()))
 
 
+def test_without_workers_targets_are_made_once_and_nothing_beside_them() -> None:
+    busy, most, made = 0, 0, []
+
+    def slow(index: int) -> torch.Tensor:
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        made.append(index)
+        time.sleep(0.001)  # long enough for another thread to get in, if it may
+        busy -= 1
+        return torch.rand(1)
+
+    async def main() -> None:
+        iterator = aiter(DataLoader(PairedDataset(Made(COUNT, slow), Made(COUNT, slow)), 4, late_targets=True))
+        batch = await anext(iterator)
+        first, again, later = await asyncio.gather(batch.wait_targets(), batch.wait_targets(), anext(iterator))
+        assert torch.equal(first, again)
+        waiting = asyncio.ensure_future(later.wait_targets())
+        await asyncio.sleep(0)  # it begins
+        waiting.cancel()
+        assert torch.equal(await later.wait_targets(), later.targets)
+
+    asyncio.run(main())
+    assert most == 1
+    assert sorted(made) == sorted([*range(8), *range(8)])
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_errors_are_those_of_the_ordinary_loop(workers: int) -> None:
     def refusing(index: int) -> torch.Tensor:
