@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
+from shmloader.device.carried import for_thread
 from shmloader.iterator import ShmIter
 
 T = TypeVar("T")
@@ -70,7 +71,8 @@ class _Threaded:
     async def until_ready(self) -> None:
         while not self.ready():
             if self._making is None:
-                self._making = asyncio.create_task(asyncio.to_thread(next, self._iterator, _END))
+                step = for_thread(getattr(self._iterator, "_carrier", None), next)
+                self._making = asyncio.create_task(asyncio.to_thread(step, self._iterator, _END))
             # Not the task itself: should this wait be cancelled, the item is there for the next one.
             await asyncio.wait([self._making])
 

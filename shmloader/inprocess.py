@@ -13,7 +13,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from shmloader.counts import Counts
-from shmloader.device.carried import Carrier
+from shmloader.device.carried import Carrier, for_thread
 from shmloader.iterator import Terms
 from shmloader.late import LateBatch, Pending
 from shmloader.memory.recycled import Recycler
@@ -160,4 +160,4 @@ class _Unmade:
         return False
 
     async def until(self, pending: Pending) -> None:
-        await asyncio.to_thread(self.bring, pending)
+        await asyncio.to_thread(for_thread(self._iterator._carrier, self.bring), pending)

@@ -161,7 +161,8 @@ class FakeAccelerator:
         self._blocks: dict[int, _Block] = {}
         self._freed: deque[_Block] = deque()
         self._streams = [FakeStream()]
-        self._current = self.consumer = self._streams[0]
+        self.consumer = self._streams[0]
+        self._here = threading.local()  # a thread's own current stream, as with torch
         self._changed = threading.Condition(threading.RLock())
         self._pid = os.getpid()
         self._closed = False
@@ -185,6 +186,11 @@ class FakeAccelerator:
 
     # -- what is asked of it ---------------------------------------------------------------------------------------
 
+    @property
+    def _current(self) -> FakeStream:
+        stream: FakeStream = getattr(self._here, "stream", self.consumer)
+        return stream
+
     def new_stream(self) -> FakeStream:
         """A stream beside the others."""
         self.asked()
@@ -204,11 +210,11 @@ class FakeAccelerator:
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
         """Inside, ``stream`` is the current one."""
-        before, self._current = self._current, stream
+        before, self._here.stream = self._current, stream
         try:
             yield
         finally:
-            self._current = before
+            self._here.stream = before
 
     def copy(self, source: torch.Tensor) -> torch.Tensor:
         """A tensor that will hold what is in ``source`` when the copy completes."""

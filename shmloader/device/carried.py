@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from shmloader.device.accelerator import Accelerator
 from shmloader.device.transfer import Transfer
+
+T = TypeVar("T")
 
 
 class Carrier:
@@ -29,6 +31,17 @@ class Carrier:
         finally:
             self._transfer.drop(flight)
 
+    def for_thread(self, step: Callable[..., T]) -> Callable[..., T]:
+        """``step``, to be called in another thread: there, too, batches arrive in the stream that is current here."""
+        accelerator = self._transfer.accelerator
+        stream = accelerator.current_stream()
+
+        def there(*args: Any) -> T:
+            with accelerator.on(stream):
+                return step(*args)
+
+        return there
+
     def warn(self) -> None:
         """Give the warnings that have come up, as if from the caller's caller: before a batch is made, none is lost."""
         while self._notices:
@@ -42,6 +55,11 @@ class Carrier:
     def nbytes(self) -> int:
         """Bytes of staging memory."""
         return self._transfer.staging.nbytes
+
+
+def for_thread(carrier: Carrier | None, step: Callable[..., T]) -> Callable[..., T]:
+    """``step``, to be called in another thread, where streams are others: see :meth:`Carrier.for_thread`."""
+    return step if carrier is None else carrier.for_thread(step)
 
 
 class Carried:

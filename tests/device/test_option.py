@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import shmloader
-from shmloader import DataLoader
+from shmloader import DataLoader, PairedDataset
 from shmloader.device import accelerator
 from shmloader.errors import PlatformWarning
-from tests.datasets import Rows
+from tests.datasets import Made, Rows
 from tests.device.test_delivery import BATCH_SIZE, COUNT, WIDTH, mixed, rows
 from tests.equal import assert_same
 from tests.fakes import FakeAccelerator
@@ -115,6 +116,41 @@ def test_without_workers_a_warning_that_is_an_error_costs_no_batch(fake: FakeAcc
         next(batches)
     found += [int(fake.fetch(y)[0]) for _, y in batches]
     assert found == [*range(0, COUNT, BATCH_SIZE)]
+
+
+@pytest.mark.parametrize("late_targets", [False, True], ids=["whole", "late targets"])
+@WORKERS
+def test_whoever_awaits_batches_has_them_in_the_stream_that_is_current(
+    fake: FakeAccelerator, workers: int, late_targets: bool
+) -> None:
+    pairs = PairedDataset(Made(COUNT, float_of), Made(COUNT, float_of))
+    found: list[float] = []
+
+    async def main() -> None:
+        with fake.on(fake.new_stream()):
+            async for batch in DataLoader(
+                pairs, BATCH_SIZE, num_workers=workers, device="cuda", late_targets=late_targets
+            ):
+                inputs = fake.fetch(batch[0])
+                targets = fake.fetch(await batch.wait_targets() if late_targets else batch[1])
+                assert torch.equal(inputs, targets)
+                found.extend(inputs.tolist())
+
+    asyncio.run(main())
+    assert found == [*range(COUNT)]
+
+
+def test_whoever_awaits_what_a_pipe_gives_has_it_in_the_stream_that_is_current(fake: FakeAccelerator) -> None:
+    async def main() -> list[Any]:
+        with fake.on(fake.new_stream()):
+            pipe = IterableWrapper([float_of(number) for number in range(8)])
+            return [fake.fetch(batch).tolist() async for batch in DataLoader(pipe, 2, device="cuda")]
+
+    assert asyncio.run(main()) == [[n, n + 1.0] for n in range(0, 8, 2)]
+
+
+def float_of(number: int) -> torch.Tensor:
+    return torch.tensor(float(number))
 
 
 @WORKERS
