@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader import DataLoader, iterator
+from shmloader import DataLoader, PairedDataset, iterator
 from shmloader.device import captures, locking
 from shmloader.device.pinning import LockRefused
 from shmloader.memory.pool import sweep
@@ -100,42 +100,45 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sweep()
 
 
-def run(monkeypatch: pytest.MonkeyPatch, device: LateDevice, slots: int | None, held: int) -> None:
-    """Two epochs whose consumer drops each batch when ``held`` others have come."""
+def run(monkeypatch: pytest.MonkeyPatch, device: LateDevice, late_targets: bool, slots: int | None, held: int) -> None:
+    """Two epochs of pairs whose consumer drops each half of a batch when ``held`` others have come."""
     monkeypatch.setattr(locking, "find_runtime", lambda kind: device)
     monkeypatch.setattr(locking, "find_driver", lambda: device)
-    with DataLoader(Samples(), batch_size=BATCH, num_workers=2, pin_memory=True, slots=slots) as loader:
+    pairs, options = PairedDataset(Samples(), Samples()), {"late_targets": late_targets, "slots": slots}
+    with DataLoader(pairs, batch_size=BATCH, num_workers=2, pin_memory=True, **options) as loader:
         number = 0
         for _ in range(2):
             keep: deque[torch.Tensor] = deque(maxlen=held)
             for batch in loader:
-                device.copy(number, batch)
-                if held:
-                    keep.append(batch)
-                del batch
-                number += 1
+                for half in batch:
+                    device.copy(number, half)
+                    if held:
+                        keep.append(half)
+                    number += 1
+                del batch, half
             keep.clear()
         device.work(len(device.queue))
         lot = loader.stats(lifetime=True)
-    assert len(device.read) == number == 2 * ROWS // BATCH
+    assert len(device.read) == number == 4 * ROWS // BATCH
     for at, read in device.read.items():
-        first = at * BATCH % ROWS
+        first = at // 2 * BATCH % ROWS
         assert read.tolist() == np.repeat(np.arange(first, first + BATCH), WIDTH).tolist()
-    assert lot.batches == number
+    assert lot.batches == number // 2
     sweep()
     assert device.ranges == {}
 
 
 @pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("late_targets", [False, True], ids=["whole", "late targets"])
 @pytest.mark.parametrize(("slots", "held"), [(None, 0), (None, 3), (6, 1)])
 @pytest.mark.parametrize("seed", range(2))
 def test_what_a_device_reads_late_is_what_it_was_given(
-    monkeypatch: pytest.MonkeyPatch, seed: int, slots: int | None, held: int
+    monkeypatch: pytest.MonkeyPatch, seed: int, slots: int | None, held: int, late_targets: bool
 ) -> None:
-    run(monkeypatch, LateDevice(seed), slots, held)
+    run(monkeypatch, LateDevice(seed), late_targets, slots, held)
 
 
 @pytest.mark.usefixtures("pretended")
 def test_so_it_is_where_only_some_of_the_memory_can_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="refuses to page-lock"):
-        run(monkeypatch, LateDevice(0, refused=2), None, 0)
+        run(monkeypatch, LateDevice(0, refused=2), True, None, 0)
