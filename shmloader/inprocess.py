@@ -128,6 +128,14 @@ class InProcessIter(_SingleProcessDataLoaderIter):
             data = pin_memory(data, self._pin_memory_device)
         return self._carrier.carry(data) if self._carrier is not None else data
 
+    def ready(self) -> bool:
+        """No answer: nobody makes anything meanwhile, so who waits for a yes would wait for ever.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("ready() is for loaders with workers; with num_workers=0, next() makes the batch itself")
+
     def waited(self, seconds: float) -> None:
         """So long were targets made within the step."""
         self._counts.wait_s += seconds

@@ -75,16 +75,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: bound for ``num_workers="auto"``; for an iterable data set it also allows more than one.
         copy: deliver private copies only, never views of the pool.
         device: where batches are delivered: ``"cuda"``, a ``torch.device`` or an index of ``torch.accelerator``'s
-            devices, resolved when an epoch begins (without an index: the current device of this process). Copies are
-            issued ahead of need on one side stream, for which the current stream waits at ``next()``; batches are the
-            consumer's own. Default, and for ``"cpu"``: batches stay on the CPU. ``pin_memory`` then has nothing to do.
+            devices, resolved when an epoch begins (without an index: the current device of this process; one that torch
+            does not see is a RuntimeError then). Copies are issued ahead of need on one side stream, for which the
+            current stream waits at ``next()``; batches are the consumer's own. Default, and for ``"cpu"``: batches stay
+            on the CPU. ``pin_memory`` then has nothing to do.
         late_targets: hand over inputs as soon as they are there; each batch is a :class:`LateBatch`, a tuple
             ``(inputs, targets)`` that waits for its targets only when they are used. For a map-style
             :class:`PairedDataset` of inputs and targets, a ``StackDataset`` of two, or a data set with
             ``load_input(index)`` and ``load_target(index)``, also within torch's ``Subset`` and ``ConcatDataset``.
             What a side raises is raised where that side is used. Under ``seeding="batch"``, each half is seeded by
-            itself; under ``"worker"``, a worker makes a batch's inputs, then its targets. Both halves have slots of
-            their own, so ``slots`` counts each. Without workers, targets are made when they are first used.
+            itself; under ``"worker"``, a worker makes a batch's inputs, then its targets. Each half has slots of its
+            own, and ``slots`` is the number for each. Without workers, targets are made when they are first used.
         kwargs: newer torch's own keywords, passed on.
 
     Batches are views of pool memory that is theirs for as long as anything refers to it; hold as many as you like.

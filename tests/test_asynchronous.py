@@ -264,6 +264,12 @@ def test_ready_says_whether_next_would_wait(gate: Gate) -> None:
     assert iterator.ready()
 
 
+def test_without_workers_there_is_nobody_to_ask() -> None:
+    iterator: Any = iter(DataLoader(Made(8, row), 4))
+    with pytest.raises(RuntimeError, match=r"ready\(\) is for loaders with workers"):
+        iterator.ready()
+
+
 def test_the_time_awaited_is_waited_and_not_the_steps(gate: Gate) -> None:
     loader = DataLoader(Gated(12, row, {4: gate}), 4, num_workers=1)
 

@@ -243,6 +243,15 @@ def test_batches_that_are_dropped_unread_take_no_room() -> None:
     assert all(number >= 10 for number in iterator._pump.targets)
 
 
+def test_each_half_has_as_many_slots_as_were_asked_for() -> None:
+    loader = DataLoader(pairs(), 2, num_workers=2, late_targets=True, slots=3)
+    iterator = iter(loader)
+    held = [tuple(next(iterator)) for _ in range(2)]
+    assert loader.stats().slots["LEASED"] == 4
+    assert not loader.stats().copies
+    assert [checked(batch) for batch in held] == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("slots", [1, 2, 6])
 def test_whoever_holds_many_unread_batches_gets_all_of_them(slots: int, workers: int) -> None:
