@@ -9,7 +9,7 @@ import os
 import sys
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,15 +56,15 @@ class HostRuntime:
         library: finds functions by name. It has to be the copy that torch calls: an error belongs to the copy in which
             it arose, and one that is left there is raised by the user's next call of torch's.
         prefix: what the functions' names begin with, ``"cuda"`` or ``"hip"``.
-        prepare: called before anything is registered; torch's own initialisation, which tells forked children that
-            they cannot use the device.
+        ready: inside, torch is initialised (which tells forked children that they cannot use the device) and the
+            device is current: whichever is, gets a context, and that takes memory of it.
 
     Raises:
         AttributeError: the library lacks a function.
     """
 
-    def __init__(self, library: Any, prefix: str, prepare: Callable[[], None]) -> None:
-        self._prepare = prepare
+    def __init__(self, library: Any, prefix: str, ready: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._ready = ready
 
         def function(name: str, result: Any, *arguments: Any) -> Any:
             found = library[prefix + name]
@@ -78,15 +78,11 @@ class HostRuntime:
         self._exchange_mode = function("ThreadExchangeStreamCaptureMode", ctypes.c_int, ctypes.POINTER(ctypes.c_int))
 
     def register(self, address: int, nbytes: int) -> None:
-        try:
-            self._prepare()
-        except RuntimeError as error:
-            raise LockRefused(str(error)) from error
-        with self._relaxed():
+        with self._inside():
             self._check(self._register(address, nbytes, PORTABLE))
 
     def unregister(self, address: int) -> None:
-        with self._relaxed():
+        with self._inside():
             self._check(self._unregister(address), harmless=NOT_REGISTERED)
 
     def _check(self, code: int, harmless: int = 0) -> None:
@@ -94,6 +90,14 @@ class HostRuntime:
             self._last_error()  # clears it
             if code != harmless:
                 raise LockRefused(f"{self._error_text(code).decode(errors='replace')}, error {code}")
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        try:
+            with self._ready(), self._relaxed():
+                yield
+        except RuntimeError as error:
+            raise LockRefused(str(error)) from error
 
     @contextmanager
     def _relaxed(self) -> Iterator[None]:
@@ -111,20 +115,25 @@ def find_runtime(device: torch.device) -> Runtime | None:
 
     None is what other devices than CUDA's and ROCm's have, and builds of torch that hide the runtime in themselves.
     """
-    return _host_runtime("hip" if torch.version.hip else "cuda") if device.type == "cuda" else None
+    return _host_runtime("hip" if torch.version.hip else "cuda", device.index) if device.type == "cuda" else None
 
 
 @functools.cache
-def _host_runtime(prefix: str) -> Runtime | None:
+def _host_runtime(prefix: str, index: int | None) -> Runtime | None:
     # A function is looked for in a library and in what that was linked with: here, in the copy of the runtime that
     # torch calls, whatever it is named and whatever other copies this process has loaded.
     library = loaded_library(f"libc10_{prefix}.so")
     if library is None:
         return None
     try:
-        return HostRuntime(library, prefix, torch.cuda.init)
+        return HostRuntime(library, prefix, functools.partial(_device_current, index))
     except AttributeError:
         return None
+
+
+def _device_current(index: int | None) -> AbstractContextManager[Any]:
+    torch.cuda.init()
+    return torch.cuda.device(index) if index is not None else nullcontext()
 
 
 def loaded_library(name: str) -> ctypes.CDLL | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -383,18 +383,24 @@ class Library:
 @pytest.mark.parametrize("prefix", ["cuda", "hip"])
 def test_the_runtime_registers_for_all_contexts_and_breaks_no_capture(prefix: str) -> None:
     library = Library(prefix)
-    prepared = itertools.count()
-    runtime = HostRuntime(library, prefix, lambda: next(prepared) and None)
+
+    @contextmanager
+    def ready() -> Iterator[None]:
+        library.calls.append(("ready",))
+        yield
+        library.calls.append(("over",))
+
+    runtime = HostRuntime(library, prefix, ready)
     runtime.register(MIB, 5)
     runtime.unregister(MIB)
-    assert library.calls == [("register", MIB, 5, 1, 2), ("unregister", MIB, 2)]
+    register, unregister = ("register", MIB, 5, 1, 2), ("unregister", MIB, 2)
+    assert library.calls == [("ready",), register, ("over",), ("ready",), unregister, ("over",)]
     assert library.mode == 0, "the thread's mode is as it was"
-    assert next(prepared) == 1, "torch initialises before anything is registered"
 
 
 def test_a_refusal_says_why_and_leaves_no_error_to_the_users_next_call() -> None:
     library = Library(code=2)
-    runtime = HostRuntime(library, "cuda", lambda: None)
+    runtime = HostRuntime(library, "cuda", nullcontext)
     with pytest.raises(LockRefused, match="error text, error 2"):
         runtime.register(MIB, 5)
     assert library.error == 0
@@ -405,17 +411,17 @@ def test_a_refusal_says_why_and_leaves_no_error_to_the_users_next_call() -> None
 
 def test_memory_that_is_not_registered_any_more_counts_as_unregistered() -> None:
     library = Library(code=713)
-    HostRuntime(library, "cuda", lambda: None).unregister(MIB)
+    HostRuntime(library, "cuda", nullcontext).unregister(MIB)
     assert library.error == 0
 
 
 def test_where_torch_cannot_use_the_device_registering_is_refused() -> None:
-    def prepare() -> None:
+    def ready() -> Any:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
 
     library = Library()
     with pytest.raises(LockRefused, match="forked subprocess"):
-        HostRuntime(library, "cuda", prepare).register(MIB, 5)
+        HostRuntime(library, "cuda", ready).register(MIB, 5)
     assert library.calls == []
 
 
@@ -440,6 +446,26 @@ def test_the_runtime_is_the_one_that_torch_calls(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.version, "hip", None)
     assert isinstance(find_runtime(torch.device("cuda")), HostRuntime)
     assert asked == ["libc10_cuda.so"]
+
+
+@pytest.mark.usefixtures("fresh_runtime")
+def test_memory_is_registered_while_its_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, current = Library(), []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        library.calls.append(("device", index))
+        yield
+
+    monkeypatch.setattr(pinning, "loaded_library", lambda name: library)
+    monkeypatch.setattr(torch.cuda, "init", lambda: library.calls.append(("init",)))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for found in (find_runtime(torch.device("cuda", 3)), find_runtime(torch.device("cuda"))):
+        assert found is not None
+        found.register(MIB, 5)
+        current.append([call[:2] for call in library.calls])
+        library.calls.clear()
+    assert current == [[("init",), ("device", 3), ("register", MIB)], [("init",), ("register", MIB)]]
 
 
 @pytest.mark.usefixtures("fresh_runtime")
