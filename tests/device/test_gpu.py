@@ -6,6 +6,7 @@ page-locked memory that torch did not allocate is up to whoever fills that memor
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import multiprocessing
@@ -19,9 +20,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shmloader import DataLoader
+from shmloader import DataLoader, PairedDataset
 from shmloader.errors import WorkerDiedError
-from tests.datasets import Rows
+from tests.datasets import Made, Rows
 from tests.equal import assert_same
 from tests.nests import Point
 
@@ -273,6 +274,40 @@ def test_persistent_workers_serve_epoch_after_epoch(option: dict[str, Any]) -> N
             arrived = [x.to("cuda", non_blocking=True) for x, _ in loader]
             for number, x in enumerate(arrived):
                 assert_rows(x, number)
+
+
+def row(index: int) -> torch.Tensor:
+    return torch.full((WIDTH,), float(index))
+
+
+@pytest.mark.parametrize("option", [{"device": "cuda"}, {"pin_memory": True}], ids=repr)
+def test_late_targets_may_be_dropped_while_they_are_read_as_their_inputs_may(option: dict[str, Any]) -> None:
+    pairs, arrived = PairedDataset(*[Made(BATCHES * BATCH_SIZE, row)] * 2), []
+    for batch in DataLoader(pairs, late_targets=True, **option, **OPTIONS):
+        busy()
+        arrived.append([half.to("cuda", non_blocking=True).clone() for half in batch])
+        del batch
+    torch.cuda.synchronize()
+    assert len(arrived) == BATCHES
+    for number, halves in enumerate(arrived):
+        for half in halves:
+            assert_rows(half, number)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whoever_awaits_batches_has_them_in_the_stream_that_is_current(workers: int) -> None:
+    arrived = []
+
+    async def main() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            async for x, _ in DataLoader(rows(), BATCH_SIZE, num_workers=workers, device="cuda"):
+                arrived.append(x.clone())
+
+    asyncio.run(main())
+    torch.cuda.synchronize()
+    assert len(arrived) == BATCHES
+    for number, x in enumerate(arrived):
+        assert_rows(x, number)
 
 
 @pytest.mark.filterwarnings("ignore")  # a compiler has warnings of its own
