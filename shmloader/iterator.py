@@ -85,6 +85,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: Any, terms: Terms) -> None:
         self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._turn = threading.RLock()  # held by the thread that pumps
         self._shutdown = self._ended = True  # until there is something to shut down
         self._workers: list[Any] = []
         _BaseDataLoaderIter.__init__(self, loader)
@@ -234,6 +235,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
 
     def _run(self) -> None:
         """Pump until the next batch, or its error, is there: it is then withheld for the caller."""
+        self._claim()
         outermost = endings.enter()
         self._unsettled = True
         self._thread = threading.get_ident()
@@ -252,8 +254,21 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         finally:
             self._leave(outermost)
 
+    def _claim(self) -> None:
+        """Pump in this thread, until :meth:`_leave`.
+
+        Raises:
+            RuntimeError: another thread does.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is waiting in next() of this iterator, or for the targets of one of its batches; use "
+                "an iterator, and batches whose targets are still to come, in one thread at a time"
+            )
+
     def _leave(self, outermost: bool) -> None:
         """A pump is through: whoever awaits something else from it has to look again."""
+        self._turn.release()
         endings.leave(outermost)
         if self._bell.waiters:
             self._bell.ring()
@@ -368,6 +383,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
     def _look(self) -> None:
         if self.spent or endings.pumping():
             return
+        self._claim()
         outermost = endings.enter()
         try:
             self._unsettled = True
@@ -448,6 +464,7 @@ class ShmIter(_MultiProcessingDataLoaderIter):
             RuntimeError: the iterator has ended; the loader's ``timeout`` has passed; a worker died.
         """
         self._check_usable()
+        self._claim()
         outermost, counts = endings.enter(), self._counts
         before = counts.wait_s
         self._unsettled = True
@@ -606,6 +623,8 @@ class ShmIter(_MultiProcessingDataLoaderIter):
         if self._fatal:
             raise WorkerDiedError(self._fatal)
         if self._unsettled:
+            self._claim()  # it may be another thread that is in the middle of a step
+            self._turn.release()
             raise IteratorBrokenError(
                 "an exception cut an earlier next() of this iterator short, and batches may be missing; "
                 "call iter() on the loader again"

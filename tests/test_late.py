@@ -291,6 +291,22 @@ def test_an_error_of_the_targets_is_raised_where_they_are_used(workers: int) -> 
     assert checked(batches[0]) == [0, 1, 2, 3]
 
 
+def test_a_thread_beside_one_that_waits_is_an_error_that_says_so_and_costs_no_batch(gate: Gate) -> None:
+    dataset = PairedDataset(Made(8, page), Gated(8, label, {1: gate}))
+    iterator: Any = iter(DataLoader(dataset, 2, num_workers=2, late_targets=True))
+    first, found = next(iterator), []
+    thread = threading.Thread(target=lambda: found.append(checked(first)))
+    thread.start()
+    while iterator._turn.acquire(blocking=False):  # until the thread waits
+        iterator._turn.release()
+    for ask in (lambda: next(iterator), lambda: first.targets):
+        with pytest.raises(RuntimeError, match="another thread is waiting"):
+            ask()
+    gate.open()
+    thread.join()
+    assert found + [checked(batch) for batch in iterator] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_inputs_is_raised_by_next_and_the_rest_comes(workers: int) -> None:
     def inputs(index: int) -> Any:
