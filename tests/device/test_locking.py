@@ -6,6 +6,7 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +50,13 @@ class LateDevice:
         """What ``batch.to(device, non_blocking=True)`` does: late, if the memory is page-locked, else at once."""
         self.given += 1
         self.queue.append((number, batch.data_ptr(), batch.nbytes))
-        if not any(start <= batch.data_ptr() < start + length for start, length in self.ranges.items()):
+        if not self.has_locked(batch):
             self.work(len(self.queue))
         self.work(self.chance.choice([0, 0, 1, 1, 2]))
+
+    def has_locked(self, batch: torch.Tensor) -> bool:
+        """Whether it lies in page-locked memory."""
+        return any(start <= batch.data_ptr() < start + length for start, length in self.ranges.items())
 
     def work(self, copies: int) -> None:
         """Get through so many copies."""
@@ -142,3 +147,28 @@ def test_what_a_device_reads_late_is_what_it_was_given(
 def test_so_it_is_where_only_some_of_the_memory_can_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="refuses to page-lock"):
         run(monkeypatch, LateDevice(0, refused=2), True, None, 0)
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.filterwarnings("ignore:the consumer holds so many batches")
+@pytest.mark.parametrize("late_targets", [False, True], ids=["whole", "late targets"])
+@pytest.mark.parametrize("options", [{"copy": True}, {"slots": 2}], ids=repr)
+def test_what_is_not_page_locked_is_pinned_by_torch(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], late_targets: bool
+) -> None:
+    device, pinned = LateDevice(0), []
+
+    def pin(data: Any, _device: Any = None) -> Any:
+        pinned.extend(data if isinstance(data, list) else [data])
+        return data
+
+    monkeypatch.setattr(locking, "find_runtime", lambda kind: device)
+    monkeypatch.setattr(locking, "find_driver", lambda: device)
+    monkeypatch.setattr(iterator, "pin_memory", pin)
+    options |= {"num_workers": 2, "pin_memory": True, "late_targets": late_targets}
+    with DataLoader(PairedDataset(Samples(), Samples()), BATCH, **options) as loader:
+        halves = [half for batch in list(loader) for half in batch]
+        assert not all(device.has_locked(half) for half in halves)
+    asked = {half.data_ptr() for half in pinned}  # and torch gives back as it is what is page-locked
+    assert all(half.data_ptr() in asked for half in halves)
+    pinned.clear()
