@@ -165,7 +165,7 @@ def test_what_is_not_page_locked_is_pinned_by_torch(
     monkeypatch.setattr(locking, "find_runtime", lambda kind: device)
     monkeypatch.setattr(locking, "find_driver", lambda: device)
     monkeypatch.setattr(iterator, "pin_memory", pin)
-    options |= {"num_workers": 2, "pin_memory": True, "late_targets": late_targets}
+    options = options | {"num_workers": 2, "pin_memory": True, "late_targets": late_targets}
     with DataLoader(PairedDataset(Samples(), Samples()), BATCH, **options) as loader:
         halves = [half for batch in list(loader) for half in batch]
         assert not all(device.has_locked(half) for half in halves)
