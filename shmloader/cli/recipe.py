@@ -185,9 +185,17 @@ def _notes(loader: Loader) -> tuple[str, ...]:
     plain = TorchLoader, shmloader.DataLoader
     hooks = ("__iter__", "_get_iterator")
     own = [hook for hook in hooks if all(getattr(type(loader), hook) is not getattr(each, hook) for each in plain)]
-    if not own:
-        return ()
-    return (f"{type(loader).__name__}.{own[0]} is left out: compared are plain loaders with its arguments",)
+    notes = []
+    if own:
+        notes.append(f"{type(loader).__name__}.{own[0]} is left out: compared are plain loaders with its arguments")
+    if isinstance(loader, shmloader.DataLoader):
+        if loader.device is not None:
+            notes.append(
+                f"device={loader.device!r} is left out: compared are batches on the CPU, as torch's loader has them"
+            )
+        if loader.late_targets:
+            notes.append("late_targets is left out: compared are whole pairs")
+    return tuple(notes)
 
 
 def _twin(value: Any, memo: dict[int, Any]) -> Any:

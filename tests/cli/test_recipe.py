@@ -12,10 +12,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import shmloader
-from shmloader.cli.recipe import KINDS, OURS, TORCH, Endless, of_dataset, of_loader
+from shmloader import PairedDataset
+from shmloader.cli.recipe import KINDS, OF_OURS, OURS, TORCH, Endless, of_dataset, of_loader
 from shmloader.cli.target import BenchError
 from tests import bench_targets as targets
 from tests.datasets import Rows, as_is
+from tests.test_loader import EXTRAS
 
 PLAIN = ("batch_size", "drop_last", "collate_fn", "worker_init_fn", "timeout", "in_order", "prefetch_factor")
 
@@ -124,3 +126,25 @@ def test_an_overridden_iteration_is_noted() -> None:
 
     assert of_loader(DataLoader(Rows(4)), None, None).notes == ()
     assert of_loader(Special(Rows(4)), None, None).notes[0].startswith("Special.__iter__ is left out")
+
+
+OF_OURS_VALUES: dict[str, Any] = {
+    "memory_limit": 1 << 22,
+    "slots": 5,
+    "seeding": "worker",
+    "max_workers": 3,
+    "copy": True,
+    "device": "cpu",
+    "late_targets": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(EXTRAS))
+def test_every_option_of_ours_is_taken_over_or_noted(name: str) -> None:
+    value = OF_OURS_VALUES[name]
+    recipe = of_loader(shmloader.DataLoader(PairedDataset(Rows(4), Rows(4)), 2, **{name: value}), None, None)
+    if name in OF_OURS:
+        assert getattr(recipe.make(OURS, 0), name) == value
+        assert recipe.notes == ()
+    else:
+        assert [note.split("=")[0].split()[0] for note in recipe.notes] == [name]
