@@ -132,7 +132,7 @@ class LoaderStats:
     copies: dict[str, int] = field(default_factory=dict)
     #: Batches that travelled in memory of their own because the pool had no room.
     oversize_batches: int = 0
-    #: Batches whose copy to the device began only when they were asked for, not before.
+    #: Batches, or halves of those with late targets, whose copy to the device began only when they were asked for.
     late_copies: int = 0
     #: Workers that were replaced.
     restarts: int = 0

@@ -149,10 +149,17 @@ def find(device: Any) -> Accelerator | None:
         raise RuntimeError(f"device={device!r}: torch sees no such accelerator in this process ({seen})")
     index = named.index if named is not None else device
     if index is None:
-        index = torch.accelerator.current_device_index()
+        index = _current_index()
     if index >= torch.accelerator.device_count():
         raise RuntimeError(f"device={device!r}: this process sees only {torch.accelerator.device_count()}")
     return TorchAccelerator(torch.device(there.type, index))
+
+
+def _current_index() -> int:
+    asks: Any = getattr(torch.accelerator, "current_device_index", None)
+    if asks is None:  # torch 2.6
+        asks = torch.accelerator.current_device_idx
+    return int(asks())
 
 
 def check(device: Any) -> None:

@@ -59,6 +59,51 @@ def test_a_device_that_is_not_there_is_an_error_when_an_epoch_begins(device: Any
         iter(loader)
 
 
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Two devices, of which the current one is as it says."""
+    mine = {"current": 0}
+    answers = {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": 2}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: mine["current"], raising=False)
+    return mine
+
+
+def test_a_device_without_an_index_is_each_ranks_own(rank: dict[str, int]) -> None:
+    for index in (0, 1):
+        rank["current"] = index
+        for device in ("cuda", torch.device("cuda")):
+            found = accelerator.find(device)
+            assert found is not None
+            assert found.device == torch.device("cuda", index)
+
+
+def test_so_it_is_under_the_name_that_torch_had_for_it_at_first(
+    rank: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.accelerator, "current_device_index")
+    monkeypatch.setattr(torch.accelerator, "current_device_idx", lambda: 1, raising=False)
+    found = accelerator.find("cuda")
+    assert found is not None
+    assert found.device == torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda", 1)], ids=repr)
+def test_an_index_says_which_device(device: Any) -> None:
+    found = accelerator.find(device)
+    assert found is not None
+    assert found.device == torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize(("device", "text"), [(2, "only 2"), ("cuda:2", "only 2"), ("xpu", "only 'cuda'")], ids=repr)
+def test_a_device_beside_those_that_there_are_is_an_error_that_names_them(device: Any, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        accelerator.find(device)
+
+
 @WORKERS
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None], ids=repr)
 def test_batches_for_the_cpu_stay_there(device: Any, workers: int) -> None:
