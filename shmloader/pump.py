@@ -84,8 +84,8 @@ class Pump:
         self.tasks: dict[int, Task] = {}
         #: And the targets beside them, until their reader has them.
         self.targets: dict[int, Task] = {}
-        #: Targets that nobody can read any more, by epoch and batch. Finalizers post here.
-        self._unread: deque[tuple[int, int]] = deque()
+        #: Readers of targets that are gone. They post themselves.
+        self._unread: deque[weakref.ref[Any]] = deque()
         #: Tasks that a worker still has to answer, of this epoch and of ended ones.
         self._owed: dict[tuple[int, int], Task] = {}
         #: Tasks whose worker waits for space, by number.
@@ -447,8 +447,8 @@ class Pump:
 
     def expect(self, batch: int, reader: Any) -> None:
         """The inputs were handed over: from now on the targets of ``batch`` are for ``reader``, as long as it lives."""
-        unread, key = self._unread, (self.epoch, batch)
-        self.targets[batch].reader = weakref.ref(reader, lambda _: unread.append(key))
+        # No function of ours: a Ctrl-C in it would be raised where nobody hears it, and the targets never abandoned.
+        self.targets[batch].reader = weakref.ref(reader, self._unread.append)
 
     def abandon_targets(self, batch: int) -> None:
         """Nobody will ask for the targets of ``batch``; the worker still makes them, unless it waits for space."""
@@ -466,9 +466,10 @@ class Pump:
 
     def _forget_unread(self) -> None:
         while self._unread:
-            epoch, batch = self._unread.popleft()
-            if epoch == self.epoch:
-                self.abandon_targets(batch)
+            gone = self._unread.popleft()
+            for task in tuple(self.targets.values()):
+                if task.reader is gone:
+                    self.abandon_targets(task.batch)
 
     # -- room --------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import deque
+from functools import partial
 from typing import Any
 
 #: One ctypes type per capacity, for good: a new type costs 20 µs and ctypes never forgets one. Capacities come in
@@ -29,19 +30,15 @@ def lease(mapping: mmap.mmap, offset: int, capacity: int, token: object, returne
     child's copy of the deque that gets the token, which nobody reads.
     """
     exporter = _exporter_type(capacity).from_buffer(mapping, offset)
-    exporter.token = token
-    exporter.returned = returned  # last: with it the lease begins
+    # No step of Python may come of it. In one, a Ctrl-C would be raised where nobody hears it, and the slot would be
+    # lost; and where the interpreter ends, a daemon thread in one would be unwound through torch's destructors.
+    exporter.__del__ = partial(returned.append, token)
     return exporter
 
 
 def _exporter_type(capacity: int) -> type[Any]:
     kind = _types.get(capacity)
     if kind is None:
-        # Until lease() has set its own, a lease gives nothing back: a signal handler may come between.
-        members: dict[str, Any] = {"__del__": _give_back, "token": None, "returned": deque(maxlen=0)}
-        kind = _types[capacity] = type("Lease", (ctypes.c_char * capacity,), members)
+        # The finalizer of each lease is an attribute of its own: of a class, it could only be a function.
+        kind = _types[capacity] = type("Lease", (ctypes.c_char * capacity,), {"__slots__": ("__del__",)})
     return kind
-
-
-def _give_back(exporter: Any) -> None:
-    exporter.returned.append(exporter.token)

@@ -7,15 +7,17 @@ import gc
 import io
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from shmloader import DataLoader, WorkerDiedError
+from shmloader import DataLoader, PairedDataset, WorkerDiedError
 from shmloader.errors import PoolWarning
 from shmloader.memory import lease
 from shmloader.memory.budget import PAGE_BYTES
@@ -105,6 +107,45 @@ def test_an_array_and_its_views_have_memory_of_their_own_and_hold_no_slot() -> N
     assert slot.state is S.FREE
     ctypes.memset(pool.segment.address + slot.offset, 0, PAGE_BYTES)
     assert [view.tolist() for view in views] == [[2, 3], [1, 1, 1]]
+
+
+def test_the_end_of_a_lease_takes_no_step_of_python_in_which_an_exception_could_come() -> None:
+    pool = Pool(1 << 20, lambda: 1 << 40)
+    pool.ledger.learn(PAGE_BYTES)
+    slot = pool.ledger.acquire()
+    assert slot is not None
+    pool.ledger.apply(slot, E.FILLED)
+    held = torch.frombuffer(pool.lend(slot), dtype=torch.uint8)
+    kept = [held]
+    del held
+    assert steps_of_python(kept.clear) == 0
+    pool.reclaim()
+    assert slot.state is S.FREE
+
+
+def test_who_has_late_targets_goes_without_a_step_of_python() -> None:
+    pairs = PairedDataset(Rows(8), Rows(8))
+    with DataLoader(pairs, 2, num_workers=1, late_targets=True) as loader:
+        for batch in loader:
+            kept = [batch.inputs, batch]
+            del batch
+            assert steps_of_python(kept.clear) == 0
+
+
+def steps_of_python(step: Callable[[], Any]) -> int:
+    """How many functions of Python are called by one of C."""
+    called = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            called.append(frame)
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return len(called)
 
 
 @pytest.mark.slow
