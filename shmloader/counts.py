@@ -101,6 +101,7 @@ class Counts:
     held_up_s: float = 0.0
     oversize_batches: int = 0
     late_copies: int = 0
+    copy_wait_s: float = 0.0
     restarts: int = 0
     copies: dict[str, int] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)

@@ -94,6 +94,8 @@ class InProcessIter(_SingleProcessDataLoaderIter):
         finally:
             self._counts.wait_s += time.perf_counter() - started
         self._counts.batches += 1
+        if self._carrier is not None:
+            self._counts.copy_wait_s += self._carrier.take_exposed_s()
         return data
 
     def _made(self) -> Any:

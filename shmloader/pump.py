@@ -506,6 +506,7 @@ class Pump:
             self._forget_unread()
         if self._transfer is not None:
             self._transfer.reclaim()
+            self.counts.copy_wait_s += self._transfer.take_exposed_s()
         self.pool.reclaim()
 
     def _discard(self, task: Task) -> None:

@@ -134,6 +134,9 @@ class LoaderStats:
     oversize_batches: int = 0
     #: Batches, or halves of those with late targets, whose copy to the device began only when they were asked for.
     late_copies: int = 0
+    #: Seconds that the stream of the step waited on the device for copies to it that were not through (0 where the
+    #: device's events do not tell). Each is known once its copy is through, so the last ones may be missing.
+    copy_wait_s: float = 0.0
     #: Workers that were replaced.
     restarts: int = 0
     #: Number of slots by state: ``"FREE"``, ``"FILLING"``, ``"READY"``, ``"LEASED"``, ...

@@ -41,6 +41,10 @@ class Figures(Protocol):
     @property
     def oversize_batches(self) -> int: ...
     @property
+    def late_copies(self) -> int: ...
+    @property
+    def copy_wait_s(self) -> float: ...
+    @property
     def cores(self) -> int: ...
 
 
@@ -48,7 +52,8 @@ class Figures(Protocol):
 class Verdict:
     """What limits the job.
 
-    ``kind`` is ``"loader"`` (making batches), ``"copy"`` (handing them over, or room for them), ``"step"`` (the
+    ``kind`` is ``"loader"`` (making batches), ``"copy"`` (handing them over, room for them, or
+    their way to the device), ``"step"`` (the
     consumer's own work) or ``"balanced"``; ``text`` says so with the figures, and what to change.
     """
 
@@ -65,6 +70,8 @@ def judge(seen: Figures) -> Verdict:
     if seen.batches < LEAST_BATCHES or not whole_s:
         return Verdict("balanced", f"too few batches to judge by ({seen.batches}); ask again later.")
     waited, handed = seen.wait_s / whole_s, seen.hand_over_s / whole_s
+    if seen.copy_wait_s / whole_s >= max(MUCH, waited):
+        return _judge_transfer(seen, seen.copy_wait_s / whole_s)
     if not seen.workers:
         return _judge_in_process(seen, waited)
     if _copies(seen, waited, handed):
@@ -99,6 +106,20 @@ def _judge_copies(seen: Figures, waited: float, handed: float) -> Verdict:
     return Verdict(
         "copy", f"{text}, because steps and batches are so short; larger batches need fewer of them (batch_size)."
     )
+
+
+def _judge_transfer(seen: Figures, waited: float) -> Verdict:
+    each_ms = seen.copy_wait_s / max(seen.batches - 1, 1) * 1e3
+    text = f"the step waited {_percent(waited)} of the time for copies to the device ({each_ms:.3g} ms a batch)"
+    if seen.workers and seen.late_copies > seen.batches // 10:
+        return Verdict(
+            "copy",
+            f"{text}: {seen.late_copies} of {seen.batches} batches were ready too late to be copied ahead; let more "
+            "workers make them, or call poke() of the iterator during a long step.",
+        )
+    if not seen.workers:
+        return Verdict("copy", f"{text}: let workers make batches, and they are copied ahead (num_workers='auto').")
+    return Verdict("copy", f"{text}: copy less, such as uint8 that the device turns into floats.")
 
 
 def _judge_loader(seen: Figures, waited: float) -> Verdict:

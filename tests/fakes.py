@@ -94,6 +94,8 @@ class FakeEvent:
     accelerator: FakeAccelerator
     stream: FakeStream
     done: bool = False
+    #: When that was.
+    at: int = 0
 
     def query(self) -> bool:
         """Whether everything before it has completed."""
@@ -104,6 +106,12 @@ class FakeEvent:
         """Complete everything before it, and nothing else that need not be."""
         self.accelerator.asked()
         self.accelerator.complete(self)
+
+    def milliseconds_to(self, end_event: FakeEvent) -> float:
+        """Every piece of work takes a millisecond, and nothing else any time."""
+        assert self.done, "the first event has not completed"
+        assert end_event.done, "the second event has not completed"
+        return float(end_event.at - self.at)
 
 
 @dataclass(eq=False)
@@ -157,6 +165,8 @@ class FakeAccelerator:
         self.locked_blocks: list[torch.Tensor] = []
         #: What went wrong on the device, where nobody hears an error.
         self.faults: list[str] = []
+        #: Pieces of work that have completed.
+        self.ticks = 0
         self._random = random.Random(seed)
         self._blocks: dict[int, _Block] = {}
         self._freed: deque[_Block] = deque()
@@ -251,8 +261,17 @@ class FakeAccelerator:
         """An event behind everything that is in ``stream``."""
         self.asked()
         event = FakeEvent(self, stream)
-        self._enqueue(lambda: setattr(event, "done", True), stream)
+
+        def come() -> None:
+            event.at, event.done = self.ticks, True
+
+        self._enqueue(come, stream)
         return event
+
+    def seconds_between(self, earlier: FakeEvent, later: FakeEvent) -> float:
+        """By :meth:`FakeEvent.milliseconds_to`."""
+        self.asked()
+        return earlier.milliseconds_to(later) / 1000
 
     def wait(self, stream: FakeStream, event: Any) -> None:
         """What is enqueued in ``stream`` from now on comes after ``event``."""
@@ -352,6 +371,7 @@ class FakeAccelerator:
 
     def _complete_first(self, stream: FakeStream) -> None:
         stream.work.popleft().run()
+        self.ticks += 1
 
     def _complete_late(self) -> None:
         while True:

@@ -66,6 +66,10 @@ class Accelerator(Protocol):
         """An event behind everything that has been enqueued in ``stream``."""
         ...
 
+    def seconds_between(self, earlier: Event, later: Event) -> float:
+        """Seconds from one event to another, both of which have completed; 0 where the device does not tell."""
+        ...
+
     def wait(self, stream: Any, event: Event) -> None:
         """What is enqueued in ``stream`` from now on begins after ``event``."""
         ...
@@ -89,6 +93,7 @@ class TorchAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
+        self._events_tell_time = True
 
     def new_stream(self) -> Any:
         return torch.Stream(self.device)
@@ -117,8 +122,24 @@ class TorchAccelerator:
         return torch.empty(0, dtype=dtype, device=self.device)
 
     def record(self, stream: Any) -> Event:
+        if self._events_tell_time:
+            try:
+                timed: Event = torch.Event(self.device, enable_timing=True)
+                stream.record_event(timed)
+                return timed
+            except (RuntimeError, NotImplementedError):  # not every device's do; and a fault comes again below
+                self._events_tell_time = False
         event: Event = stream.record_event()
         return event
+
+    def seconds_between(self, earlier: Event, later: Event) -> float:
+        if not self._events_tell_time:
+            return 0.0
+        start: Any = earlier
+        try:
+            return float(start.elapsed_time(later)) / 1000
+        except (RuntimeError, ValueError):  # one is from before that was known
+            return 0.0
 
     def wait(self, stream: Any, event: Event) -> None:
         stream.wait_event(event)

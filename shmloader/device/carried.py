@@ -51,6 +51,10 @@ class Carrier:
         """Wait until the device has read everything."""
         self._transfer.finish()
 
+    def take_exposed_s(self) -> float:
+        """See :meth:`~shmloader.device.transfer.Transfer.take_exposed_s`."""
+        return self._transfer.take_exposed_s()
+
     @property
     def nbytes(self) -> int:
         """Bytes of staging memory."""

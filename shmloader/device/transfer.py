@@ -45,10 +45,12 @@ class Flight:
     pending: Any = None
     #: Behind its copies; None while there may be copies that it is not behind.
     event: Event | None = None
+    #: Where the consumer's stream came to when its copies were not through, and what it waits for there.
+    awaited: tuple[Event, Event] | None = None
 
     def over(self, staging: Staging) -> None:
         """The device has read all of it."""
-        self.source = None
+        self.source = self.awaited = None
         staging.give(self.load.blocks)
         self.load.forget()
         _under_way.discard(self)
@@ -73,6 +75,7 @@ class Transfer:
         self._flights: deque[Flight] = deque()
         #: With parts that are still to be moved.
         self._waiting: set[Flight] = set()
+        self._exposed_s = 0.0
         self._pid = os.getpid()
 
     # -- one batch ---------------------------------------------------------------------------------------------
@@ -115,8 +118,11 @@ class Transfer:
         accelerator = self.accelerator
         self._check_no_capture()
         stream = accelerator.current_stream()
-        assert flight.event is not None
-        accelerator.wait(stream, flight.event)
+        event = flight.event
+        assert event is not None
+        if not event.query():
+            flight.awaited = accelerator.record(stream), event
+        accelerator.wait(stream, event)
         for tensor in flight.load.landed:
             # The memory was the side stream's: freed without this, it would be given out while the step still reads.
             accelerator.use(tensor, stream)
@@ -165,7 +171,7 @@ class Transfer:
     def reclaim(self) -> None:
         """Let go of what the device has read."""
         while (event := self._oldest()) is not None and event.query():
-            self._flights.popleft().over(self.staging)
+            self._land()
 
     def settle(self) -> bool:
         """Wait for the oldest flight to be through; False if there is none that can be waited for."""
@@ -173,8 +179,21 @@ class Transfer:
         if event is None:
             return False
         event.synchronize()
-        self._flights.popleft().over(self.staging)
+        self._land()
         return True
+
+    def _land(self) -> None:
+        """The oldest flight is through."""
+        awaited = self._flights[0].awaited
+        # Where the consumer's stream has not come to it yet, the copies were ahead after all.
+        if awaited is not None and awaited[0].query():
+            self._exposed_s += max(0.0, self.accelerator.seconds_between(*awaited))
+        self._flights.popleft().over(self.staging)
+
+    def take_exposed_s(self) -> float:
+        """Seconds that consumers' streams have waited for copies, as far as is known, since this was last asked."""
+        seconds, self._exposed_s = self._exposed_s, 0.0
+        return seconds
 
     def _oldest(self) -> Event | None:
         """The event behind the oldest flight, if that can be asked now: not in a child, nor during a capture."""

@@ -155,6 +155,17 @@ def test_batches_are_copied_before_they_are_asked_for() -> None:
         assert loader.stats().late_copies == late
 
 
+def test_how_long_the_step_waited_for_copies_is_told() -> None:
+    with FakeAccelerator() as fake, loader_of() as loader:
+        for batch in delivered(loader, fake):
+            fake.fetch(batch[1])
+        stats = loader.stats()
+        # Every fetch makes the device come to the batch at once, and only then copy it.
+        assert stats.copy_wait_s >= 0.001 * (stats.batches - 1)
+        assert stats.as_dict()["copy_wait_s"] == stats.copy_wait_s
+        fake.run_all()
+
+
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_an_iterator_that_is_dropped_in_the_middle_lets_go_of_everything(after: int) -> None:
     with FakeAccelerator() as fake, loader_of() as loader:

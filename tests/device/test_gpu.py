@@ -267,6 +267,14 @@ def test_a_batch_cannot_be_taken_during_a_capture_and_spoils_none() -> None:
     assert doubled.tolist() == [2.0] * 4
 
 
+def test_how_long_the_step_waited_for_copies_is_told() -> None:
+    loader = DataLoader(rows(), batch_size=16 * BATCH_SIZE, device="cuda")  # without workers nothing is ahead
+    for x, _ in loader:
+        x.sum().item()
+    waited_s = loader.stats().copy_wait_s
+    assert 0 < waited_s < 10
+
+
 @pytest.mark.parametrize("option", [{"device": "cuda"}, {"pin_memory": True}], ids=repr)
 def test_persistent_workers_serve_epoch_after_epoch(option: dict[str, Any]) -> None:
     with DataLoader(rows(), persistent_workers=True, **option, **OPTIONS) as loader:

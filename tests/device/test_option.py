@@ -226,3 +226,28 @@ def test_arrays_stay_on_the_cpu(fake: FakeAccelerator, workers: int) -> None:
 def array(samples: list[Any]) -> Any:
     first = float(samples[0][1])
     return {"x": torch.tensor([first]), "array": np.full(1000, first / 4)}
+
+
+class Timeless:
+    """A stream of a device whose events do not tell the time."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def record_event(self, event: Any = None) -> Any:
+        self.asked.append(event is not None)
+        if event is not None:
+            raise RuntimeError("no times here")
+        return object()
+
+
+def test_where_events_do_not_tell_the_time_they_are_events_all_the_same() -> None:
+    there, stream = accelerator.TorchAccelerator(torch.device("cpu")), Timeless()
+    events = [there.record(stream) for _ in range(3)]
+    assert stream.asked == [True, False, False, False]
+    assert there.seconds_between(events[0], events[1]) == 0
+
+
+def test_two_events_one_of_which_does_not_tell_are_no_time_apart() -> None:
+    there = accelerator.TorchAccelerator(torch.device("cpu"))
+    assert there.seconds_between(torch.Event("cpu"), torch.Event("cpu")) == 0

@@ -474,6 +474,28 @@ def test_slots_in_turn_are_never_filled_while_they_are_read(seed: int, keep: boo
             assert torch.equal(small.value, numbers(4, n))
 
 
+@pytest.mark.parametrize("first", ["copies", "batch", "consumer"])
+def test_exposed_is_what_the_consumers_stream_waits_for_copies(first: str) -> None:
+    with FakeAccelerator() as fake:
+        transfer = transfer_to(fake)
+        flight = transfer.send([numbers(20_000), numbers(30_000)])
+        if first == "copies":
+            complete_copies(transfer, fake)
+        transfer.arrive(flight)
+        if first == "batch":  # it was asked for, but the stream has other things to do
+            complete_copies(transfer, fake)
+        if flight.awaited is not None and first == "consumer":
+            fake.complete(flight.awaited[0])  # type: ignore[arg-type]
+            assert len(fake.copies) == 2
+            complete_copies(transfer, fake)
+        transfer.reclaim()
+        exposed_s = transfer.take_exposed_s()
+        assert exposed_s == (0.003 if first == "consumer" else 0)  # two copies, and the event behind them
+        fake.run_all()
+        transfer.reclaim()
+        assert transfer.take_exposed_s() == 0
+
+
 def test_a_dropped_batchs_memory_is_not_given_out_while_the_step_still_reads_it() -> None:
     with FakeAccelerator() as fake:
         transfer = transfer_to(fake)
