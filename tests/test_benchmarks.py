@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import startup, transfer, transport
+from benchmarks import event_loop, startup, transfer, transport
 from benchmarks.startup import OURS, TORCH, Result, Times, Way
 
 
@@ -81,3 +81,20 @@ def test_unknown_names_are_refused(script: object, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         script.main(["--only", "nothing"])  # type: ignore[attr-defined]
     assert "nothing; there are" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_event_loop_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "event_loop.json"
+    event_loop.main(["--rounds", "1", "--batch-s", "0.1", "--batches", "2", "--json", str(path)])
+    assert "async for: p99 asked for below 10 ms" in capsys.readouterr().out
+    results = json.loads(path.read_text())["results"]
+    assert list(results) == list(event_loop.COMPANY)
+    assert results["for"]["most_ms"] > 50  # it blocks while a batch is made
+
+
+def test_an_event_loop_that_comes_late_misses() -> None:
+    free, late = event_loop.Lateness(0.1, 0.5, 1.0), event_loop.Lateness(0.1, 11.0, 20.0)
+    assert event_loop.met({"no loader": free, "async for": free})
+    assert not event_loop.met({"no loader": free, "async for": late})
+    assert event_loop.met({"no loader": late, "async for": late})
